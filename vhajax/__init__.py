@@ -1,0 +1,1 @@
+"""vhajax: language models whose attention keeps the KV cache small, in JAX."""

@@ -1,0 +1,402 @@
+"""Frozen configuration: everything a run depends on, checked when it is built.
+
+This file imports no JAX, so that `vhajax -h` and every refusal answer at once.
+Dimension letters (used in the whole project): B batch, T query positions, S cached positions,
+D width, N query heads, P physical query heads, K KV heads, G = N/K group, H head dim,
+Q physical query head dim, R rank, F FFN width, L layers, V vocabulary.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vhajax.errors import UserError
+
+FORMAT_VERSION = 1
+
+Norm = Literal["none", "weightless", "weighted"]
+
+
+def require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise UserError(sentence)
+
+
+def require_positive(owner: str, **values: float) -> None:
+    for name, value in values.items():
+        require(value > 0, f"{owner}.{name} is {value}; it must be greater than 0.")
+
+
+def require_choice(owner: str, **choices: tuple[str, tuple[str, ...]]) -> None:
+    for name, (value, allowed) in choices.items():
+        require(
+            value in allowed, f"{owner}.{name} is {value!r}; choose one of {', '.join(allowed)}."
+        )
+
+
+def check_rope(owner: str, head_dim: int, rope_theta: float, qk_norm: str) -> None:
+    require(head_dim % 2 == 0, f"{owner}.head_dim is {head_dim}; RoPE needs an even head dim.")
+    require_positive(owner, rope_theta=rope_theta)
+    require_choice(owner, qk_norm=(qk_norm, ("none", "weightless", "weighted")))
+
+
+@dataclass(frozen=True)
+class GQA:
+    """Grouped-query attention; MHA at num_kv_heads = num_heads, MQA at num_kv_heads = 1."""
+
+    num_heads: int = 8
+    """N, query heads."""
+    num_kv_heads: int = 2
+    """K, KV heads; query head n reads KV head n // (N / K)."""
+    head_dim: int = 64
+    """H."""
+    qk_norm: Norm = "weighted"
+    """RMSNorm over H of queries and keys, before RoPE."""
+    rope_theta: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        require_positive(
+            "attention",
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"attention.num_heads is {self.num_heads}, not a multiple of "
+            f"attention.num_kv_heads = {self.num_kv_heads}; change one of them.",
+        )
+        check_rope("attention", self.head_dim, self.rope_theta, self.qk_norm)
+
+    def summary(self) -> str:
+        return f"GQA N {self.num_heads}, K {self.num_kv_heads}, H {self.head_dim}"
+
+
+@dataclass(frozen=True)
+class VHA:
+    """Virtual Head Attention: N = K·P virtual heads from P physical ones; folds to GQA with K."""
+
+    num_physical_heads: int = 4
+    """P, physical query heads."""
+    num_kv_heads: int = 2
+    """K, KV heads; virtual head n = k·P + p reads KV head k."""
+    head_dim: int = 64
+    """H of keys, values and virtual queries."""
+    query_dim: int = 0
+    """Q, width of a physical query head (0: the same as head_dim); at most head_dim."""
+    postmix_rank: int = -1
+    """Rank of the head-axis Postmix I + V Uᵀ; -1: N/4 (at least 1)."""
+    qk_norm: Norm = "weighted"
+    """RMSNorm over H of virtual queries (after Premix: before it the fold breaks) and keys."""
+    rope_theta: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        require_positive(
+            "attention",
+            num_physical_heads=self.num_physical_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
+        require(
+            0 <= self.query_dim <= self.head_dim,
+            f"attention.query_dim is {self.query_dim}; it must lie between 1 and "
+            f"attention.head_dim = {self.head_dim} (0 means the same).",
+        )
+        require(
+            -1 <= self.postmix_rank <= self.num_heads and self.postmix_rank != 0,
+            f"attention.postmix_rank is {self.postmix_rank}; it must lie between 1 and "
+            f"N = {self.num_heads} (-1 means N/4).",
+        )
+        check_rope("attention", self.head_dim, self.rope_theta, self.qk_norm)
+
+    @property
+    def num_heads(self) -> int:
+        """N, virtual query heads."""
+        return self.num_physical_heads * self.num_kv_heads
+
+    @property
+    def q_dim(self) -> int:
+        """Q with its default resolved."""
+        return self.query_dim or self.head_dim
+
+    @property
+    def rank(self) -> int:
+        """Postmix rank with its default resolved."""
+        return max(1, self.num_heads // 4) if self.postmix_rank == -1 else self.postmix_rank
+
+    def summary(self) -> str:
+        return (
+            f"VHA P {self.num_physical_heads}, K {self.num_kv_heads} "
+            f"(N {self.num_heads}), H {self.head_dim}"
+        )
+
+
+Attention = GQA | VHA
+MECHANISMS: dict[str, type] = {"gqa": GQA, "vha": VHA}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder-only transformer."""
+
+    vocab_size: int = 4096
+    """V, tokens of the tokenizer; the embedding is padded to a multiple of vocab_multiple."""
+    dim: int = 256
+    """D."""
+    num_layers: int = 4
+    """L."""
+    attention: Attention = field(default_factory=GQA)
+    ffn: Literal["swiglu", "relu2"] = "swiglu"
+    ffn_dim: int = 768
+    """F."""
+    norm: Literal["weighted", "weightless"] = "weighted"
+    """RMSNorm before attention, before the FFN and before the logits."""
+    norm_eps: float = 1e-6
+    tied: bool = False
+    """One matrix as embedding and unembedding."""
+    vocab_multiple: int = 128
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype; master weights are float32. auto: float32 on CPU, bfloat16 elsewhere."""
+
+    def __post_init__(self) -> None:
+        require_positive(
+            "model",
+            vocab_size=self.vocab_size,
+            dim=self.dim,
+            num_layers=self.num_layers,
+            ffn_dim=self.ffn_dim,
+            norm_eps=self.norm_eps,
+            vocab_multiple=self.vocab_multiple,
+        )
+        require_choice(
+            "model",
+            ffn=(self.ffn, ("swiglu", "relu2")),
+            norm=(self.norm, ("weighted", "weightless")),
+            dtype=(self.dtype, ("auto", "float32", "bfloat16")),
+        )
+        require(
+            self.padded_vocab * self.dim < 2**31,
+            f"model.vocab_size × model.dim is {self.padded_vocab * self.dim}; one weight must "
+            "have fewer than 2³¹ elements.",
+        )
+
+    @property
+    def padded_vocab(self) -> int:
+        """V rounded up to vocab_multiple; padded ids have logit −inf."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+@dataclass(frozen=True)
+class Data:
+    """Which rows are read; a prepared folder fixes its own sequence length and tokenizer."""
+
+    path: str = ""
+    """Folder that `vhajax data prepare` wrote; empty: the Python standard library's source."""
+    seq_len: int = 256
+    """T; a row holds T + 1 tokens."""
+    batch_size: int = 16
+    """B, rows of one optimizer step over all hosts."""
+    seed: int = 0
+    """Order of the rows: a permutation given by (seed, step) alone."""
+
+    def __post_init__(self) -> None:
+        require_positive("data", seq_len=self.seq_len, batch_size=self.batch_size)
+        require(
+            0 <= self.seed < 2**32, f"data.seed is {self.seed}; it must lie between 0 and 2³² − 1."
+        )
+        require(
+            self.batch_size * self.seq_len < 2**31,
+            f"data.batch_size × data.seq_len is {self.batch_size * self.seq_len}; "
+            "a step must have fewer than 2³¹ tokens.",
+        )
+
+
+@dataclass(frozen=True)
+class Optim:
+    """Muon on matrices with AdamW on the rest, or AdamW on everything."""
+
+    name: Literal["muon", "adamw"] = "muon"
+    matrix_lr: float = 0.02
+    """Rate of matrices inside blocks (Muon, or AdamW if name is adamw)."""
+    embedding_lr: float = 0.2
+    """Rate of an untied embedding (AdamW)."""
+    unembedding_lr: float = 0.004
+    """AdamW rate of the unembedding, of a tied embedding (which must act as one), of vectors."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-10
+    momentum: float = 0.95
+    """Muon's Nesterov momentum."""
+    weight_decay: float = 0.1
+    """Decoupled, times the scheduled rate; acts on matrices only."""
+    clip_norm: float = 1.0
+    """Global gradient norm; 0: no clipping."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """Warm-up then cosine, or warm-up, stable, then linear decay over decay_steps."""
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    """Length of the last phase of wsd."""
+    final_fraction: float = 0.1
+    """The last rate over the peak rate."""
+
+    def __post_init__(self) -> None:
+        require_choice(
+            "optim",
+            name=(self.name, ("muon", "adamw")),
+            schedule=(self.schedule, ("cosine", "wsd")),
+        )
+        require_positive(
+            "optim",
+            matrix_lr=self.matrix_lr,
+            embedding_lr=self.embedding_lr,
+            unembedding_lr=self.unembedding_lr,
+            eps=self.eps,
+        )
+        for name in ("beta1", "beta2", "momentum"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"optim.{name} is {value}; it must lie in [0, 1).")
+        for name in ("weight_decay", "clip_norm", "warmup_steps", "decay_steps", "final_fraction"):
+            value = getattr(self, name)
+            require(value >= 0, f"optim.{name} is {value}; it must not be negative.")
+
+
+@dataclass(frozen=True)
+class Train:
+    """The loop."""
+
+    steps: int = 100
+    seed: int = 0
+    """Seed of the initial weights."""
+    grad_accum: int = 1
+    """Micro-batches of one step; gradients are weighted by scored tokens."""
+    z_loss: float = 0.0
+    """Weight of the mean squared log-partition."""
+    loss_chunk: int = 1024
+    """Tokens per device whose logits exist at one time."""
+    remat: Literal["none", "dots", "full"] = "none"
+    """What a block's backward pass recomputes: nothing, all but matrix products, everything."""
+    eval_every: int = 100
+    """Steps between held-out evaluations (0: only at the end)."""
+    eval_rows: int = 0
+    """Held-out rows of an evaluation (0: all)."""
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 2
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        require_positive(
+            "train",
+            steps=self.steps,
+            grad_accum=self.grad_accum,
+            loss_chunk=self.loss_chunk,
+            checkpoint_every=self.checkpoint_every,
+            keep_checkpoints=self.keep_checkpoints,
+            log_every=self.log_every,
+        )
+        require_choice("train", remat=(self.remat, ("none", "dots", "full")))
+        for name in ("seed", "z_loss", "eval_every", "eval_rows"):
+            value = getattr(self, name)
+            require(value >= 0, f"train.{name} is {value}; it must not be negative.")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Devices along each mesh axis."""
+
+    data: int = 1
+    """Batch, and FSDP of weights and optimizer state."""
+    context: int = 1
+    """Sequence; not built yet."""
+    model: int = 1
+    """Heads, FFN columns and vocabulary."""
+
+    def __post_init__(self) -> None:
+        require_positive("mesh", data=self.data, context=self.context, model=self.model)
+        require(
+            self.context == 1,
+            f"mesh.context is {self.context}; context parallelism is not built yet, use 1.",
+        )
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (self.data, self.context, self.model)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run: what an experiment file exports as EXPERIMENT."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=Optim)
+    train: Train = field(default_factory=Train)
+    mesh: Mesh = field(default_factory=Mesh)
+
+    def __post_init__(self) -> None:
+        batch, accum, shards = self.data.batch_size, self.train.grad_accum, self.mesh.data
+        require(
+            batch % (accum * shards) == 0,
+            f"data.batch_size is {batch}, not a multiple of train.grad_accum × mesh.data = "
+            f"{accum} × {shards}; change one of them.",
+        )
+        model, width = self.model, self.mesh.model
+        for name, size in (("padded_vocab", model.padded_vocab), ("ffn_dim", model.ffn_dim)):
+            require(
+                size % width == 0,
+                f"model.{name} is {size}, not a multiple of mesh.model = {width}; change one.",
+            )
+        require(
+            model.dim % shards == 0,
+            f"model.dim is {model.dim}, not a multiple of mesh.data = {shards}; change one.",
+        )
+        require(
+            self.optim.warmup_steps + self.optim.decay_steps <= self.train.steps,
+            f"optim.warmup_steps + optim.decay_steps is "
+            f"{self.optim.warmup_steps + self.optim.decay_steps}, more than train.steps = "
+            f"{self.train.steps}; shorten them or train longer.",
+        )
+
+
+def to_json(experiment: Experiment) -> str:
+    """JSON text that `from_json` turns back into an equal Experiment."""
+    tree = dataclasses.asdict(experiment)
+    attention = experiment.model.attention
+    mechanism = next(name for name, kind in MECHANISMS.items() if type(attention) is kind)
+    tree["model"]["attention"] = {"mechanism": mechanism, **tree["model"]["attention"]}
+    return json.dumps({"format_version": FORMAT_VERSION, **tree}, indent=2) + "\n"
+
+
+def from_json(text: str, source: str) -> Experiment:
+    """The Experiment that `to_json` wrote.
+
+    Raises:
+      UserError: not JSON, another format version, or an unknown, missing or ill-typed field.
+    """
+    try:
+        tree = json.loads(text)
+        version = tree.pop("format_version")
+        require(
+            version == FORMAT_VERSION,
+            f"{source} has format version {version}, this vhajax reads {FORMAT_VERSION}; "
+            "read it with the vhajax that wrote it.",
+        )
+        attention = tree["model"].pop("attention")
+        kind = MECHANISMS[attention.pop("mechanism")]
+        model = _build(Model, tree.pop("model"), attention=_build(kind, attention))
+        parts = {"data": Data, "optim": Optim, "train": Train, "mesh": Mesh}
+        return Experiment(model=model, **{k: _build(parts[k], v) for k, v in tree.items()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise UserError(f"{source} is not a configuration of vhajax ({cause}).") from error
+
+
+def _build(kind: type, fields: dict[str, Any], **more: Any) -> Any:
+    declared = {f.name: f.type for f in dataclasses.fields(kind)}
+    for name, value in fields.items():
+        wanted = declared.get(name)
+        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+            continue
+        if wanted in (int, float, str, bool) and type(value) is not wanted:
+            raise TypeError(f"{kind.__name__}.{name} is {value!r}, not {wanted}")
+    return kind(**fields, **more)

@@ -1,0 +1,230 @@
+"""Prefill, decode step and generate: pure functions over an explicit cache.
+
+    model, tokenizer = load("runs/my_run")
+    cache = init_cache(model, batch, capacity)
+    logits, cache = prefill(model, tokens, cache, valid)
+    logits, cache = decode_step(model, token, cache)
+
+The cache is donated: after a call only the returned one may be used.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vhajax.errors import UserError
+from vhajax.layers import compute_dtype
+from vhajax.sampling import Sampling, sample
+from vhajax.sharding import axis_for, reshard
+from vhajax.transformer import Transformer, unstacked
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """What decoding keeps: one cache a layer, and how many slots are live, once for all layers.
+
+    layers: a mechanism's own cache each. lengths: [B] int32.
+    """
+
+    layers: tuple[Any, ...]
+    lengths: jax.Array
+
+
+def init_cache(model: Transformer, batch: int, capacity: int) -> Cache:
+    """An empty cache for `batch` sequences of at most `capacity` tokens, in compute dtype."""
+    if batch < 1 or capacity < 1:
+        raise UserError(f"a cache of {batch} × {capacity} (batch × capacity) holds nothing.")
+    dtype = compute_dtype(model.cfg)
+    layers = tuple(b.attention.init_cache(batch, capacity, dtype) for b in unstacked(model))
+    return Cache(layers, jnp.zeros(batch, jnp.int32))
+
+
+@functools.partial(jax.jit, donate_argnames="cache", static_argnames="extend")
+def prefill(
+    model: Transformer,
+    tokens: jax.Array,
+    cache: Cache,
+    valid: jax.Array | None = None,
+    *,
+    extend: bool = False,
+) -> tuple[jax.Array, Cache]:
+    """Reads prompts of unequal length, padded left or right.
+
+    Args:
+      tokens: [B, T] int32.
+      cache: an empty cache, or with extend=True one that holds earlier chunks.
+      valid: [B, T] bool, False for padding, which stands on one side of a row only; None: all.
+        Left-padded rows are shifted, so that every sequence starts at slot 0.
+      extend: continue a cache that is not empty (a chunked prompt).
+    Returns:
+      float32 logits [B, V] after each row's last valid token (padded ids −inf), and the cache.
+    Raises:
+      UserError: more tokens than the cache has slots, before anything compiles. A chunk's fit
+        cannot be seen there: tokens past the last slot are dropped, so check lengths yourself.
+    """
+    _check_fits(tokens, cache)
+    if valid is None:
+        valid = jnp.ones(tokens.shape, bool)
+    tokens, valid = _shift_left(tokens, valid)
+    x, cache = _blocks(model, tokens, cache, valid, "extend" if extend else "prefill")
+    last = jnp.maximum(valid.sum(axis=1) - 1, 0)
+    x = jnp.take_along_axis(_whole(x), last[:, None, None], axis=1)
+    return model.logits(x)[:, 0], cache
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def decode_step(model: Transformer, token: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    """One more token a sequence.
+
+    Args:
+      token: [B] int32.
+    Returns:
+      float32 logits [B, V] and the cache, one slot longer. A full cache drops the token: the caller
+      counts (`generate` refuses beforehand).
+    """
+    valid = jnp.ones((token.shape[0], 1), bool)
+    x, cache = _blocks(model, token[:, None], cache, valid, "extend")
+    return model.logits(x)[:, 0], cache
+
+
+def _blocks(model: Transformer, tokens: jax.Array, cache: Cache, valid: jax.Array, form: str):
+    batch = axis_for("data", tokens.shape[0])
+    tokens = reshard(tokens, (batch, None))
+    positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    x = model.embed(tokens)
+    layers = []
+    for block, layer_cache in zip(unstacked(model), cache.layers, strict=True):
+        attend = lambda layer, h, c=layer_cache: getattr(layer, form)(h, c, positions, valid)  # noqa: E731
+        x, layer_cache = block(x, attend)
+        layers.append(layer_cache)
+    lengths = cache.lengths + valid.sum(axis=1, dtype=jnp.int32)
+    return x, Cache(tuple(layers), lengths)
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    return reshard(x, (None,) * x.ndim)
+
+
+def _shift_left(tokens: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows with their padding, if any on the left, moved to the right."""
+    T = tokens.shape[1]
+    source = jnp.argmax(valid, axis=1)[:, None] + jnp.arange(T)
+    take = lambda x: jnp.take_along_axis(x, jnp.minimum(source, T - 1), axis=1)  # noqa: E731
+    return take(tokens), take(valid) & (source < T)
+
+
+def _check_fits(tokens: jax.Array, cache: Cache) -> None:
+    capacity = jax.tree.leaves(cache.layers[0])[0].shape[1]
+    if tokens.shape[1] > capacity:
+        raise UserError(
+            f"{tokens.shape[1]} prompt tokens do not fit a cache of {capacity}; "
+            "make the cache longer or the prompt shorter."
+        )
+
+
+@functools.partial(jax.jit, donate_argnames="cache", static_argnames="sampling")
+def sample_step(
+    model: Transformer, logits: jax.Array, cache: Cache, keys: jax.Array, sampling: Sampling
+) -> tuple[jax.Array, jax.Array, Cache]:
+    """Draws a token from logits and decodes it: (token [B], next logits [B, V], cache)."""
+    token = sample(logits, jax.vmap(jax.random.fold_in)(keys, cache.lengths), sampling)
+    logits, cache = decode_step(model, token, cache)
+    return token, logits, cache
+
+
+def generate(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    eos: int | None = None,
+    sampling: Sampling = Sampling(),
+    seeds: Sequence[int] | None = None,
+    capacity: int | None = None,
+) -> Iterator[list[int | None]]:
+    """Streams one list a step: the next token of every prompt, None for those that have ended.
+
+    Args:
+      prompts: token ids, one non-empty list a sequence.
+      eos: ends a sequence; it is not yielded.
+      sampling: greedy by default.
+      seeds: one a prompt (default 0, 1, …); a row's tokens depend on its own seed and prompt only.
+      capacity: slots of the cache (default: what is needed, rounded up to 128).
+    Raises:
+      UserError: an empty prompt, or prompt + new tokens past the capacity; before compiling.
+    """
+    check_request(model, prompts, max_new_tokens, capacity)
+    return _stream(model, prompts, max_new_tokens, eos, sampling, seeds, capacity)
+
+
+def check_request(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    capacity: int | None,
+) -> None:
+    if not prompts:
+        raise UserError("there is no prompt; give at least one.")
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise UserError(f"prompt {i} has no tokens; write something or begin with BOS.")
+        bad = [t for t in prompt if not 0 <= t < model.cfg.vocab_size]
+        if bad:
+            raise UserError(
+                f"prompt {i} has token id {bad[0]}, outside the vocabulary of "
+                f"{model.cfg.vocab_size}; use this run's tokenizer."
+            )
+    longest = max(map(len, prompts)) + max_new_tokens
+    if capacity is not None and longest > capacity:
+        raise UserError(
+            f"prompt + new tokens is {longest}, past the cache of {capacity}; "
+            "shorten the prompt, ask for fewer tokens or raise the capacity."
+        )
+
+
+def _stream(model, prompts, max_new_tokens, eos, sampling, seeds, capacity):
+    capacity = capacity or _round_up(max(map(len, prompts)) + max_new_tokens, 128)
+    tokens, valid = pad(prompts, capacity)
+    keys = jax.vmap(jax.random.key)(jnp.asarray(seeds or range(len(prompts)), jnp.uint32))
+    cache = init_cache(model, len(prompts), capacity)
+    logits, cache = prefill(model, tokens, cache, valid)
+    done = np.zeros(len(prompts), bool)
+    pending: list[jax.Array] = []
+    for step in range(max_new_tokens):
+        token, logits, cache = sample_step(model, logits, cache, keys, sampling)
+        pending.append(token)
+        # Reading one step late lets the device start the next one before the host waits.
+        if len(pending) < 2 and step + 1 < max_new_tokens:
+            continue
+        while pending and (len(pending) == 2 or step + 1 == max_new_tokens):
+            ids = np.asarray(pending.pop(0))
+            done |= ids == eos if eos is not None else False
+            if done.all():
+                return
+            yield [None if ended else int(i) for i, ended in zip(ids, done, strict=True)]
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def pad(prompts: Sequence[Sequence[int]], capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Right-padded tokens [B, T] int32 and valid [B, T] bool.
+
+    T is a power of two from 16 on, at most the capacity: few lengths mean few compilations.
+    """
+    longest = max(16, *map(len, prompts))
+    T = min(capacity, 1 << (longest - 1).bit_length())
+    tokens, valid = np.zeros((len(prompts), T), np.int32), np.zeros((len(prompts), T), bool)
+    for i, prompt in enumerate(prompts):
+        tokens[i, : len(prompt)] = prompt
+        valid[i, : len(prompt)] = True
+    return tokens, valid

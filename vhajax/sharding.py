@@ -1,0 +1,210 @@
+"""The mesh, weights that carry their sharding, and einsums that say where their result lies.
+
+Mesh axes are Explicit: `data` (batch, FSDP), `context` (sequence), `model` (heads, FFN, vocabulary).
+Without a mesh (a server that jits `decode_step` on one device) every function here is the identity.
+"""
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from vhajax import config
+from vhajax.errors import UserError
+
+AXES = ("data", "context", "model")
+Names = Sequence[str | None]
+Group = Literal["matrix", "embedding", "unembedding", "vector"]
+
+
+def make_mesh(mesh: config.Mesh) -> jax.sharding.Mesh:
+    """The device mesh of a configuration, with Explicit axes.
+
+    Raises:
+      UserError: more devices asked for than there are.
+    """
+    wanted, available = math.prod(mesh.shape), len(jax.devices())
+    if wanted > available:
+        raise UserError(
+            f"mesh {mesh.data} × {mesh.context} × {mesh.model} (data × context × model) needs "
+            f"{wanted} devices, this machine has {available}; make the mesh smaller."
+        )
+    if wanted < available:
+        warnings.warn(f"the mesh uses {wanted} of {available} devices", stacklevel=2)
+    return jax.make_mesh(mesh.shape, AXES, (AxisType.Explicit,) * 3, devices=jax.devices()[:wanted])
+
+
+def _mesh() -> Any:
+    """The mesh in use, abstract or not; None where there is none or its axes are not ours."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or set(mesh.manual_axes) else mesh
+
+
+@functools.cache
+def _warn_replicated(size: int, axis: str, count: int) -> None:
+    warnings.warn(
+        f"a dimension of {size} does not divide over {axis} = {count} and is replicated",
+        stacklevel=3,
+    )
+
+
+def resolve(names: Names, shape: Sequence[int]) -> PartitionSpec:
+    """The one rule: a dimension lies on its mesh axis if it divides evenly, else it is replicated."""
+    mesh = _mesh()
+    if mesh is None:
+        return PartitionSpec()
+    spec = []
+    for name, size in zip(names, shape, strict=True):
+        count = mesh.shape[name] if name else 1
+        if size % count:
+            _warn_replicated(size, name or "", count)
+        spec.append(name if name and size % count == 0 else None)
+    return PartitionSpec(*spec)
+
+
+def reshard(x: jax.Array, names: Names) -> jax.Array:
+    """x laid out as `names` says."""
+    return x if _mesh() is None else jax.reshard(x, resolve(names, x.shape))
+
+
+def einsum(equation: str, *operands: jax.Array, out: Names, precision: Any = None) -> jax.Array:
+    """`jnp.einsum` whose result lies as `out` says (one name a letter of the result)."""
+    if _mesh() is None:
+        return jnp.einsum(equation, *operands, precision=precision)
+    terms, result = equation.split("->")
+    sizes = {
+        letter: size
+        for term, operand in zip(terms.split(","), operands, strict=True)
+        for letter, size in zip(term, operand.shape, strict=True)
+    }
+    spec = resolve(out, [sizes[letter] for letter in result])
+    return jnp.einsum(equation, *operands, precision=precision, out_sharding=spec)
+
+
+def local(
+    function: Callable, in_names: Sequence[Names], out_names: Any, *, differentiable: bool = True
+) -> Callable:
+    """`function` on each device's shards (`jax.shard_map`), or as it is without a mesh.
+
+    in_names: names per argument. out_names: names of the only result, or a list, one per result.
+    The specs are taken as given: the caller resolves what does not divide.
+    differentiable: tracks which values vary over the mesh, which exact gradients need.
+    """
+    if _mesh() is None:
+        return function
+    specs = tuple(PartitionSpec(*names) for names in in_names)
+    many = isinstance(out_names, list)
+    outs = tuple(PartitionSpec(*n) for n in out_names) if many else PartitionSpec(*out_names)
+
+    shard = jax.shard_map(function, in_specs=specs, out_specs=outs, check_vma=differentiable)
+
+    def run(*args: jax.Array) -> Any:
+        placed = [jax.reshard(a, s) for a, s in zip(args, specs, strict=True)]
+        return shard(*placed)
+
+    return run
+
+
+def model_size() -> int:
+    """Devices along `model`; 1 without a mesh."""
+    mesh = _mesh()
+    return 1 if mesh is None else mesh.shape["model"]
+
+
+def axis_for(axis: str, size: int) -> str | None:
+    """The mesh axis if `size` divides over it, else None (replicated): `resolve` for one dimension."""
+    return resolve((axis,), (size,))[0] if _mesh() is not None else None
+
+
+def head_axes(num_heads: int, num_kv_heads: int) -> tuple[str | None, str | None]:
+    """The mesh axes of query heads and of KV heads inside attention.
+
+    Both lie over `model` where both divide. Where only query heads do, KV heads are replicated and
+    a device reads the ones that its query heads need, as long as those are whole: otherwise every
+    head is replicated.
+    """
+    if _mesh() is None:
+        return None, None
+    shards = model_size()
+    if num_heads % shards:
+        return axis_for("model", num_heads), None  # warns
+    group, mine = num_heads // num_kv_heads, num_heads // shards
+    if num_kv_heads % shards == 0:
+        return "model", "model"
+    axis_for("model", num_kv_heads)  # warns
+    return ("model", None) if group % mine == 0 else (None, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """How Muon sees a weight: leading batch axes, then row axes, then column axes, each merged."""
+
+    batch: int = 0
+    rows: int = 1
+
+
+def weight(
+    value: jax.Array, names: Names, group: Group = "matrix", matrix: Matrix = Matrix()
+) -> nnx.Param:
+    """A parameter with its sharding, its optimizer group and its shape as a matrix beside it."""
+    if len(names) != value.ndim:
+        raise ValueError(f"{len(names)} axis names for a weight of shape {value.shape}")
+    return nnx.Param(value, names=tuple(names), group=group, matrix=matrix)
+
+
+def gathered(param: nnx.Param, dtype: Any) -> jax.Array:
+    """The weight in compute dtype, whole along `data`: FSDP's all-gather, cast first to halve it."""
+    names = [None if name == "data" else name for name in param.get_metadata("names")]
+    return reshard(param.get_value().astype(dtype), names)
+
+
+def placement(param: nnx.Param, shape: Sequence[int]) -> PartitionSpec:
+    """Where a weight lies; axes stacked in front of its own (layers) are replicated."""
+    names = param.get_metadata("names")
+    stacked = (None,) * (len(shape) - len(names))
+    return resolve((*stacked, *names), shape)
+
+
+def named_params(model: nnx.Module) -> dict[str, nnx.Param]:
+    """Every parameter by its path, for example `blocks.attention.query`."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        model, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    return {_path(path): leaf for path, leaf in leaves}
+
+
+def _path(path: Sequence[Any]) -> str:
+    keys = (str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", "")))) for key in path)
+    return ".".join(key for key in keys if key)
+
+
+def named_arrays(model: nnx.Module) -> dict[str, Any]:
+    """Every parameter's array by its path."""
+    return {name: param.get_value() for name, param in named_params(model).items()}
+
+
+def with_arrays(model: Any, arrays: dict[str, Any]) -> Any:
+    """`model` with its arrays replaced, by the paths that `named_arrays` gives."""
+    paths, tree = jax.tree_util.tree_flatten_with_path(
+        model, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    leaves = []
+    for path, param in paths:
+        leaf = jax.tree.structure(param).unflatten([arrays[_path(path)]])
+        leaves.append(leaf)
+    return tree.unflatten(leaves)
+
+
+def shardings(model: nnx.Module, mesh: jax.sharding.Mesh) -> dict[str, NamedSharding]:
+    """Where every parameter lies on a mesh, by path; call under `jax.set_mesh(mesh)`."""
+    return {
+        name: NamedSharding(mesh, placement(param, param.get_value().shape))
+        for name, param in named_params(model).items()
+    }
