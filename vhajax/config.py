@@ -385,7 +385,8 @@ def from_json(text: str, source: str) -> Experiment:
         kind = MECHANISMS[attention.pop("mechanism")]
         model = _build(Model, tree.pop("model"), attention=_build(kind, attention))
         parts = {"data": Data, "optim": Optim, "train": Train, "mesh": Mesh}
-        return Experiment(model=model, **{k: _build(parts[k], v) for k, v in tree.items()})
+        built = {name: _build(parts[name], fields) for name, fields in tree.items()}
+        return _build(Experiment, {}, model=model, **built)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         cause = f"{type(error).__name__}: {error}"
         raise UserError(f"{source} is not a configuration of vhajax ({cause}).") from error
@@ -393,6 +394,9 @@ def from_json(text: str, source: str) -> Experiment:
 
 def _build(kind: type, fields: dict[str, Any], **more: Any) -> Any:
     declared = {f.name: f.type for f in dataclasses.fields(kind)}
+    missing = declared.keys() - fields.keys() - more.keys()
+    if missing:  # today's default may not be the one of the day it was written
+        raise TypeError(f"{kind.__name__} has no {', '.join(sorted(missing))}")
     for name, value in fields.items():
         wanted = declared.get(name)
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):

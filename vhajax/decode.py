@@ -19,7 +19,7 @@ import numpy as np
 
 from vhajax.errors import UserError
 from vhajax.layers import compute_dtype
-from vhajax.sampling import Sampling, sample
+from vhajax.sampling import GREEDY, Sampling, sample
 from vhajax.sharding import axis_for, reshard
 from vhajax.transformer import Transformer, unstacked
 
@@ -144,7 +144,7 @@ def generate(
     max_new_tokens: int,
     *,
     eos: int | None = None,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = GREEDY,
     seeds: Sequence[int] | None = None,
     capacity: int | None = None,
 ) -> Iterator[list[int | None]]:

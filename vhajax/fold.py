@@ -1,13 +1,17 @@
 """Maps from a model to a model with the same function. Done in float32, tested by logits."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from vhajax import config
+from vhajax import checkpoint, config, runs, transformer
 from vhajax.attention.vha import fold_postmix, fold_premix
 from vhajax.errors import UserError
+from vhajax.sharding import with_arrays
+from vhajax.step import TrainState
 
 
 def to_gqa(
@@ -59,3 +63,40 @@ def premix_drift(premix: jax.Array) -> tuple[float, float]:
     pairs = [((W[:, i] - W[:, j]) ** 2).sum(axis=(-2, -1)) for i in range(K) for j in range(i)]
     spread = float(np.mean(pairs) / np.mean(size)) if pairs else 0.0
     return float(np.sqrt(size).mean()), spread
+
+
+def fold_run(run: Path, out: Path) -> float:
+    """Writes the folded model of a VHA run as a run of its own, weights only.
+
+    Returns:
+      The largest difference of the two models' logits, in float32, on random tokens.
+    Raises:
+      UserError: the run is not VHA or has no sound checkpoint, or `out` exists.
+    """
+    if out.exists():
+        raise UserError(f"{out} exists; name a new folder for the folded model.")
+    experiment, newest = runs.read_config(run), checkpoint.latest(run)
+    shapes = transformer.init_shapes(experiment.model, None)
+    params = checkpoint.restore_params(run, newest, shapes)
+    model, folded = to_gqa(experiment.model, params)
+    runs.write_whole(out / runs.TOKENIZER, (run / runs.TOKENIZER).read_text(encoding="utf-8"))
+    target = dataclasses.replace(experiment, model=model)
+    saver = checkpoint.Checkpointer(out, target, keep=1)
+    saver.save(TrainState(folded, (), jnp.int32(newest)), weights_only=True)
+    saver.finish()
+    runs.write_whole(out / runs.CONFIG, config.to_json(target))  # last: now it is a run
+    return logit_difference((experiment.model, params), (model, folded))
+
+
+def logit_difference(
+    one: tuple[config.Model, dict[str, jax.Array]], other: tuple[config.Model, dict[str, jax.Array]]
+) -> float:
+    """max |logits − logits'| of two models over 4 × 64 random tokens, both computed in float32."""
+    shape, vocab = (4, 64), one[0].vocab_size
+    tokens = np.random.default_rng(0).integers(0, vocab, shape).astype(np.int32)
+    positions, segments = np.tile(np.arange(64, dtype=np.int32), (4, 1)), np.ones(shape, np.int32)
+    logits = []
+    for cfg, params in (one, other):
+        model = with_arrays(transformer.abstract(dataclasses.replace(cfg, dtype="float32")), params)
+        logits.append(np.asarray(jax.jit(transformer.forward)(model, tokens, positions, segments)))
+    return float(np.abs(logits[0][..., :vocab] - logits[1][..., :vocab]).max())

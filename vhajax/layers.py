@@ -77,7 +77,7 @@ class FeedForward(nnx.Module):
 
 
 def embedding_weight(cfg: config.Model, key: jax.Array, group: Group) -> nnx.Param:
-    """[V padded, D]; an embedding starts at deviation 1, an unembedding (also a tied one) at 1/√D."""
+    """[V padded, D]; starts at deviation 1, as (also tied) unembedding at 1/√D."""
     fan_in = 1 if group == "embedding" else cfg.dim
     table = normal(key, (cfg.padded_vocab, cfg.dim), fan_in)
     return weight(table, ("model", "data"), group, Matrix())

@@ -45,7 +45,7 @@ def _forward(x, table, targets, weights, vocab_size, z_loss, chunk):
     return (objective, nll), (dx, dtable)
 
 
-def _backward(vocab_size, z_loss, chunk, gradients, cotangents):
+def _backward(_vocab_size, _z_loss, _chunk, gradients, cotangents):
     dx, dtable = gradients
     scale = cotangents[0]
     return (dx * scale).astype(dx.dtype), (dtable * scale).astype(dtable.dtype), None, None
@@ -63,6 +63,8 @@ def _run(x, table, targets, weights, vocab_size, z_loss, chunk, with_gradients):
     sum_vocab = functools.partial(jax.lax.psum, axis_name=("model",) if meshed else ())
     max_vocab = functools.partial(jax.lax.pmax, axis_name=("model",) if meshed else ())
 
+    zero = jnp.zeros((), jnp.float32)
+
     def score(table, first_id, x, targets, weights):
         """One chunk: [c, D], [c], [c] → objective, nll and the gradients of the objective."""
         logits = jnp.einsum("cD,VD->cV", x, table, preferred_element_type=jnp.float32)
@@ -77,7 +79,7 @@ def _run(x, table, targets, weights, vocab_size, z_loss, chunk, with_gradients):
         nll = lse - sum_vocab(jnp.where(hit, logits, 0).sum(axis=-1))
         objective = jnp.sum(weights * (nll + z_loss * lse * lse))
         if not with_gradients:
-            return objective, jnp.sum(weights * nll), (), ()
+            return objective, jnp.sum(weights * nll), zero, zero
         slope = (weights * (1 + 2 * z_loss * lse))[:, None] / total
         dlogits = (exp * slope - jnp.where(hit, weights[:, None], 0)).astype(x.dtype)
         dtable = jnp.einsum("cV,cD->VD", dlogits, x, preferred_element_type=jnp.float32)
@@ -90,8 +92,7 @@ def _run(x, table, targets, weights, vocab_size, z_loss, chunk, with_gradients):
         first_id = jax.lax.axis_index("model") * table.shape[0] if meshed else 0
         size = min(chunk, B * T)
         flat = [_chunks(a.reshape(B * T, *a.shape[2:]), size) for a in (x, targets, weights)]
-        zero = jnp.zeros((), jnp.float32)
-        start = (zero, zero, jnp.zeros(table.shape, jnp.float32) if with_gradients else ())
+        start = (zero, zero, jnp.zeros(table.shape if with_gradients else (), jnp.float32))
 
         def body(sums, one):
             objective, nll, dx, dtable = score(table, first_id, *one)

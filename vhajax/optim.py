@@ -5,7 +5,7 @@ orthogonalised momentum is written here; everything around it is optax.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +71,7 @@ def make(cfg: config.Optim, steps: int, model: Transformer) -> optax.GradientTra
         )
     else:
         matrices = adamw(cfg.matrix_lr, cfg.weight_decay)
-    groups = {
+    groups: dict[Hashable, optax.GradientTransformation] = {
         "matrix": matrices,
         "embedding": adamw(cfg.embedding_lr),
         "unembedding": adamw(cfg.unembedding_lr),
@@ -87,11 +87,11 @@ class MuonState(NamedTuple):
     momentum: Any
 
 
-def scale_by_muon(params: Mapping[str, nnx.Param], beta: float) -> optax.GradientTransformation:
+def scale_by_muon(weights: Mapping[str, nnx.Param], beta: float) -> optax.GradientTransformation:
     """Nesterov momentum, orthogonalised, one matrix at a time.
 
     Args:
-      params: weights by path, which say how each is sharded and which of its axes are batch, rows
+      weights: parameters by path, which say how each is sharded and which of its axes are batch, rows
         and columns of a matrix.
       beta: momentum.
 
@@ -99,16 +99,17 @@ def scale_by_muon(params: Mapping[str, nnx.Param], beta: float) -> optax.Gradien
     Source: Muon, K. Jordan 2024 (kellerjordan.github.io/posts/muon).
     """
 
-    def init(matrices: Any) -> MuonState:
-        return MuonState(jax.tree.map(jnp.zeros_like, matrices))
+    def init(params: Any) -> MuonState:
+        return MuonState(jax.tree.map(jnp.zeros_like, params))
 
-    def update(gradients: Any, state: MuonState, _: Any = None) -> tuple[Any, MuonState]:
-        momentum = jax.tree.map(lambda m, g: beta * m + g, state.momentum, gradients)
-        nesterov = jax.tree.map(lambda m, g: beta * m + g, momentum, gradients)
-        updates = jax.tree_util.tree_map_with_path(
-            lambda path, x: _orthogonal_update(x, params[path[0].key]), nesterov
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        momentum = jax.tree.map(lambda m, g: beta * m + g, state.momentum, updates)
+        nesterov = jax.tree.map(lambda m, g: beta * m + g, momentum, updates)
+        orthogonal = jax.tree_util.tree_map_with_path(
+            lambda path, x: _orthogonal_update(x, weights[path[0].key]), nesterov
         )
-        return updates, MuonState(momentum)
+        return orthogonal, MuonState(momentum)
 
     return optax.GradientTransformation(init, update)
 

@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -16,8 +16,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from vhajax.errors import UserError
 from vhajax.manifest import FORMAT_VERSION, MANIFEST, TOKENIZER, Manifest, write_manifest
 from vhajax.pack import SplitWriter, disk_errors
-from vhajax.sources import BadRows, Document, Source, stdlib_source
-from vhajax.tokenizer import Tokenizer, train_bpe
+from vhajax.sources import BadRows, Document, Source, open_source, stdlib_source
+from vhajax.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
 BATCH_CHARACTERS = 2**22
 """Text that is tokenised at one time; a document is never cut."""
@@ -105,6 +105,40 @@ def prepare(
             tokenizer.save(folder / TOKENIZER)
             write_manifest(folder, manifest)
     return manifest
+
+
+def prepare_paths(
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    seq_len: int,
+    tokenizer: Path | None,
+    vocab_size: int,
+    eos: str | None,
+    bos: str | None,
+    heldout_fraction: float,
+) -> Manifest:
+    """`prepare` for files: text, folders, .gz, .jsonl and .parquet; none is the standard library.
+
+    Args:
+      tokenizer: a tokenizer.json, with its special tokens eos and bos by name where they are not
+        common ones; None trains a byte-level BPE of vocab_size on the training documents.
+    """
+    source, bad_rows = open_source(paths) if paths else stdlib_source(), BadRows()
+    if tokenizer is None:
+        chosen = train_tokenizer(source, vocab_size, heldout_fraction)
+    else:
+        chosen = load_tokenizer(tokenizer, eos, bos)
+    return prepare(
+        source.documents(bad_rows),
+        out,
+        tokenizer=chosen,
+        seq_len=seq_len,
+        description=source.description,
+        bad_rows=bad_rows,
+        heldout_fraction=heldout_fraction,
+        progress=True,
+    )
 
 
 def default_data_dir(seq_len: int) -> Path:

@@ -30,6 +30,9 @@ class Sampling:
             raise UserError(f"top_p is {self.top_p}; it must lie in (0, 1].")
 
 
+GREEDY = Sampling()
+
+
 def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
     """One token a row: float32 logits [B, V] and one key a row → [B] int32.
 

@@ -1,6 +1,7 @@
 """The mesh, weights that carry their sharding, and einsums that say where their result lies.
 
-Mesh axes are Explicit: `data` (batch, FSDP), `context` (sequence), `model` (heads, FFN, vocabulary).
+Mesh axes are Explicit: `data` (batch, FSDP), `context` (sequence), `model` (heads, FFN columns,
+vocabulary).
 Without a mesh (a server that jits `decode_step` on one device) every function here is the identity.
 """
 
@@ -56,7 +57,7 @@ def _warn_replicated(size: int, axis: str, count: int) -> None:
 
 
 def resolve(names: Names, shape: Sequence[int]) -> PartitionSpec:
-    """The one rule: a dimension lies on its mesh axis if it divides evenly, else it is replicated."""
+    """The one rule: a dimension lies on its mesh axis if it divides evenly, else is replicated."""
     mesh = _mesh()
     if mesh is None:
         return PartitionSpec()
@@ -119,7 +120,7 @@ def model_size() -> int:
 
 
 def axis_for(axis: str, size: int) -> str | None:
-    """The mesh axis if `size` divides over it, else None (replicated): `resolve` for one dimension."""
+    """The mesh axis if `size` divides over it, else None (replicated)."""
     return resolve((axis,), (size,))[0] if _mesh() is not None else None
 
 
@@ -160,7 +161,7 @@ def weight(
 
 
 def gathered(param: nnx.Param, dtype: Any) -> jax.Array:
-    """The weight in compute dtype, whole along `data`: FSDP's all-gather, cast first to halve it."""
+    """The weight in compute dtype, whole along `data`: FSDP's all-gather, after the cast."""
     names = [None if name == "data" else name for name in param.get_metadata("names")]
     return reshard(param.get_value().astype(dtype), names)
 

@@ -23,12 +23,13 @@ Batch = Mapping[str, Any]
 class TrainState:
     """What a step changes.
 
-    params: float32 arrays by path. opt_state: optax's. step: int32 scalar, steps done.
+    params: float32 arrays by path. opt_state: optax's. step: int32 scalar, steps done. The same
+    class holds shapes or shardings of these.
     """
 
-    params: dict[str, jax.Array]
+    params: Any
     opt_state: Any
-    step: jax.Array
+    step: Any
 
 
 def sums(

@@ -164,6 +164,18 @@ def init(cfg: config.Model, seed: int) -> dict[str, jax.Array]:
     return jax.jit(create, out_shardings=where, compiler_options=fast)()
 
 
+def init_shapes(
+    cfg: config.Model, where: dict[str, jax.sharding.NamedSharding] | None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of `init`'s parameters, with the shardings that a restore should give them."""
+    arrays = named_arrays(abstract(cfg))
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[name] if where else one)
+        for name, x in arrays.items()
+    }
+
+
 def num_params(cfg: config.Model) -> int:
     """Parameters, without the embedding rows that pad the vocabulary."""
     model = abstract(cfg)

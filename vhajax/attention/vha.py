@@ -8,6 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from vhajax import config
 from vhajax.attention.gqa import HEADS, GQAttention
 from vhajax.layers import ACTIVATIONS, normal
 from vhajax.sharding import Matrix, einsum, gathered, reshard, weight
@@ -23,6 +24,7 @@ class VHAttention(GQAttention):
 
     def _init_query(self, D: int, key: jax.Array) -> None:
         cfg = self.cfg
+        assert isinstance(cfg, config.VHA)
         query_key, premix_key, postmix_key = jax.random.split(key, 3)
         P, K, N = cfg.num_physical_heads, cfg.num_kv_heads, cfg.num_heads
         Q, H = cfg.q_dim, cfg.head_dim

@@ -1,0 +1,218 @@
+"""Sharded checkpoints through Orbax: complete or not there, restored strictly.
+
+A checkpoint holds the parameters, the optimizer's state (unless it is weights only) and `meta`:
+format version, step, position of the data iterator, configuration, tokenizer digest, code version.
+Everything is arrays and JSON; loading executes nothing.
+"""
+
+import hashlib
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from vhajax import config, runs
+from vhajax.errors import UserError
+from vhajax.step import TrainState
+
+FORMAT_VERSION = 1
+ITEMS = ("params", "opt_state", "meta")
+
+
+def steps(run: Path) -> list[int]:
+    """Steps with a complete checkpoint, ascending; a bare or half-written folder is none."""
+    folder = run / runs.CHECKPOINTS
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(int(path.name) for path in found if path.name.isdigit() and _complete(path))
+
+
+def _complete(path: Path) -> bool:
+    marks = (path / "_CHECKPOINT_METADATA", path / "meta" / "metadata", path / "params")
+    return all(mark.exists() for mark in marks)
+
+
+class Checkpointer:
+    """Writes a run's checkpoints in the background; the last `keep` stay."""
+
+    def __init__(self, run: Path, experiment: config.Experiment, keep: int):
+        self.run, self.experiment = run, experiment
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        try:
+            self._manager = ocp.CheckpointManager(
+                (run / runs.CHECKPOINTS).resolve(), options=options, item_names=ITEMS
+            )
+        except OSError as error:
+            raise UserError(f"{run} cannot be written ({error}); choose another folder.") from error
+
+    def save(self, state: TrainState, *, weights_only: bool = False) -> None:
+        """Starts a save of the state; one of the same step that is already there stays.
+
+        Raises:
+          UserError: this or an earlier save failed.
+        """
+        step = int(state.step)
+        if step in steps(self.run):
+            return
+        items: dict[str, Any] = {
+            "params": ocp.args.StandardSave(state.params),
+            "meta": ocp.args.JsonSave(self._meta(step, weights_only)),
+        }
+        if not weights_only:
+            items["opt_state"] = ocp.args.StandardSave(named_leaves(state.opt_state))
+        try:
+            started = self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise _failed(self.run, error) from error
+        if not started:
+            raise UserError(f"The checkpoint of step {step} in {self.run} was refused by Orbax.")
+
+    def finish(self) -> None:
+        """Waits for saves under way.
+
+        Raises:
+          UserError: one failed.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise _failed(self.run, error) from error
+        finally:
+            self._manager.close()
+
+    def _meta(self, step: int, weights_only: bool) -> dict[str, Any]:
+        tokenizer = (self.run / runs.TOKENIZER).read_bytes()
+        return {
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            "data_iterator": {"next_index": step},
+            "weights_only": weights_only,
+            "config": config.to_json(self.experiment),
+            "tokenizer_sha256": hashlib.sha256(tokenizer).hexdigest(),
+            "vhajax_version": importlib.metadata.version("vhajax"),
+        }
+
+
+def read_meta(run: Path, step: int) -> dict[str, Any]:
+    """What a checkpoint says of itself.
+
+    Raises:
+      UserError: it cannot be read, or has another format.
+    """
+    meta = _restore(run, step, "meta", ocp.args.JsonRestore())
+    version = meta.get("format_version")
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"The checkpoint {step} of {run} has format version {version}, this vhajax reads "
+            f"{FORMAT_VERSION}; read it with the vhajax that wrote it."
+        )
+    return meta
+
+
+def latest(run: Path) -> int:
+    """The newest complete step.
+
+    Raises:
+      UserError: there is none.
+    """
+    found = steps(run)
+    if not found:
+        raise UserError(f"The run {run} has no complete checkpoint; train it first.")
+    return found[-1]
+
+
+def restore_params(
+    run: Path, step: int, shapes: dict[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Parameters by path, laid out as `shapes` say.
+
+    Raises:
+      UserError: a corrupt checkpoint, or other keys, shapes or dtypes, which are listed.
+    """
+    return _restore_named(run, step, "params", shapes)
+
+
+def restore_state(run: Path, step: int, target: TrainState) -> TrainState:
+    """The whole state; `target` holds ShapeDtypeStructs with the shardings that are wanted."""
+    if read_meta(run, step)["weights_only"]:
+        raise UserError(
+            f"The run {run} holds weights only and cannot be resumed; "
+            f"start another with --init-from {run}."
+        )
+    params = restore_params(run, step, target.params)
+    wanted = named_leaves(target.opt_state)
+    leaves = _restore_named(run, step, "opt_state", wanted)
+    structure = jax.tree.structure(target.opt_state)
+    opt_state = structure.unflatten([leaves[name] for name in wanted])
+    where = target.step.sharding
+    count = jax.device_put(jnp.asarray(step, jnp.int32), where) if where else jnp.int32(step)
+    return TrainState(params, opt_state, count)
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Leaves of any pytree by path."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
+
+
+def _restore_named(run: Path, step: int, item: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    stored = _metadata(run, step, item)
+    _check_same(run, step, stored, wanted)
+    return _restore(run, step, item, ocp.args.StandardRestore(wanted))
+
+
+def _check_same(run: Path, step: int, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Orbax fills, drops and casts in silence; here every difference is an error."""
+    differences = [f"{name} is missing" for name in wanted if name not in stored]
+    differences += [f"{name} is not in the model" for name in stored if name not in wanted]
+    for name in wanted.keys() & stored.keys():
+        have, want = stored[name], wanted[name]
+        if tuple(have.shape) != tuple(want.shape) or jnp.dtype(have.dtype) != want.dtype:
+            differences.append(
+                f"{name} is {have.dtype}{list(have.shape)}, not {want.dtype}{list(want.shape)}"
+            )
+    if differences:
+        raise UserError(
+            f"The checkpoint {step} of {run} does not fit its configuration: "
+            f"{'; '.join(sorted(differences))}."
+        )
+
+
+def _metadata(run: Path, step: int, item: str) -> dict[str, Any]:
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+        try:
+            tree = reader.metadata(_item(run, step, item)).item_metadata
+        except Exception as error:  # Orbax and TensorStore raise many kinds for a broken file
+            raise _corrupt(run, step, error) from error
+    if tree is None:
+        raise _corrupt(run, step, FileNotFoundError(f"{item} has no metadata"))
+    return dict(tree)
+
+
+def _restore(run: Path, step: int, item: str, args: Any) -> Any:
+    handlers = {"meta": ocp.JsonCheckpointHandler}
+    handler = handlers.get(item, ocp.StandardCheckpointHandler)()
+    with ocp.Checkpointer(handler) as reader:
+        try:
+            return reader.restore(_item(run, step, item), args=args)
+        except Exception as error:  # as above
+            raise _corrupt(run, step, error) from error
+
+
+def _item(run: Path, step: int, item: str) -> Path:
+    return (run / runs.CHECKPOINTS / str(step) / item).resolve()
+
+
+def _corrupt(run: Path, step: int, error: Exception) -> UserError:
+    cause = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    return UserError(
+        f"The checkpoint {step} of {run} is corrupt ({cause}); remove the folder "
+        f"{run / runs.CHECKPOINTS / str(step)} to use an earlier one."
+    )
+
+
+def _failed(run: Path, error: Exception) -> UserError:
+    cause = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    return UserError(f"A checkpoint of {run} could not be written ({cause}); free the disk.")

@@ -1,0 +1,298 @@
+"""The command line. JAX is imported by the command that needs it, not to print help."""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vhajax.errors import UserError
+
+HELP = """\
+vhajax: train, fold and decode language models whose attention keeps the KV cache small.
+
+  vhajax train EXPERIMENT      train, or go on with, a run (an experiment is a file that
+                               exports EXPERIMENT, or its bare name in experiments/)
+  vhajax eval RUN              held-out cross-entropy and bits per byte
+  vhajax generate RUN          continue a prompt (--prompt TEXT, or standard input)
+  vhajax fold RUN --out RUN2   Virtual Head Attention → the GQA model that it equals
+  vhajax data prepare PATH …   text, .gz, .jsonl or .parquet → rows for training
+  vhajax bench train|decode    measure this machine
+
+Begin with:
+  vhajax train demo_vha --run-dir runs/vha
+  vhajax generate runs/vha --prompt "def main():"
+
+`vhajax COMMAND -h` explains a command; `vhajax train EXPERIMENT -h` lists every field that
+can be overridden, as in --model.attention.num-kv-heads 2. Each command takes --json: one JSON
+object on stdout, everything else on stderr.
+Exit status: 0 done, 2 bad usage or input, 130 interrupted.
+"""
+INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see `{self.prog} -h`.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    try:
+        return _dispatch(args[0], args[1:])
+    except UserError as error:
+        print(f"vhajax: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("vhajax: interrupted.", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone, as in `| head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return 0
+
+
+def _dispatch(command: str, args: list[str]) -> int:
+    commands = {
+        "train": _train,
+        "eval": _eval,
+        "generate": _generate,
+        "fold": _fold,
+        "data": _data,
+        "bench": _bench,
+    }
+    if command not in commands:
+        raise UserError(f"There is no command {command!r}; the commands are {', '.join(commands)}.")
+    return commands[command](args)
+
+
+def _parser(command: str, description: str, **kwargs: Any) -> _Parser:
+    parser = _Parser(
+        prog=f"vhajax {command}", description=description, allow_abbrev=False, **kwargs
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    return parser
+
+
+def _emit(as_json: bool, values: dict[str, Any], text: str) -> None:
+    """One object or some lines on stdout; a number that is not finite is null in JSON."""
+    if as_json:
+        clean = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in values.items()
+        }
+        print(json.dumps(clean))
+    else:
+        print(text)
+
+
+def _train(args: list[str]) -> int:
+    from vhajax import experiment as experiments
+
+    parser = _parser("train", "Train, or go on with, a run.", add_help=False)
+    parser.add_argument("experiment", nargs="?", help="a path, or a bare name in experiments/")
+    parser.add_argument("--run-dir", type=Path, help="default: runs/EXPERIMENT")
+    parser.add_argument("--init-from", type=Path, metavar="RUN", help="start with its weights only")
+    parser.add_argument("--steps", help="short for --train.steps")
+    parser.add_argument("--eval-every", help="short for --train.eval-every")
+    parser.add_argument("-h", "--help", action="store_true", help="EXPERIMENT -h: every field")
+    options, rest = parser.parse_known_args(args)
+    if options.help and not options.experiment:
+        parser.print_help()
+        return 0
+    if not options.experiment:
+        raise UserError("train needs an EXPERIMENT; see `vhajax train -h`.")
+    for short in ("steps", "eval_every"):
+        if getattr(options, short) is not None:
+            rest += [f"--train.{short.replace('_', '-')}", getattr(options, short)]
+    if options.help:
+        parser.print_help()
+        print()
+        rest = ["--help"]
+    program = f"vhajax train {options.experiment}"
+    experiment = experiments.override(experiments.load(options.experiment), rest, program)
+    run = options.run_dir or Path("runs") / Path(options.experiment).stem
+
+    from vhajax import train  # JAX from here on
+
+    result = train.train(experiment, run, init_from=options.init_from)
+    values = {
+        "run": str(run),
+        "step": result.step,
+        "finished": result.finished,
+        "loss": result.loss,
+        "heldout_loss": result.heldout.loss if result.finished else math.nan,
+        "bits_per_byte": result.heldout.bits_per_byte if result.finished else math.nan,
+        "tokens_per_second": result.tokens_per_second,
+    }
+    if not result.finished:
+        _emit(options.json, values, f"Stopped at step {result.step}; the same command goes on.")
+        return INTERRUPTED
+    _emit(
+        options.json,
+        values,
+        f"{run}: step {result.step}, held-out {result.heldout.loss:.4f} nats per token, "
+        f"{result.heldout.bits_per_byte:.4f} bits per byte",
+    )
+    return 0
+
+
+def _eval(args: list[str]) -> int:
+    parser = _parser("eval", "Held-out cross-entropy (nats per token) and bits per byte of a run.")
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--data", help="another prepared folder with the same tokenizer")
+    parser.add_argument("--rows", type=int, default=0, help="how many held-out rows (0: all)")
+    options = parser.parse_args(args)
+    if options.rows < 0:
+        raise UserError(f"--rows is {options.rows}; it must be 0 (all) or more.")
+    from vhajax import runs
+
+    experiment = runs.read_config(options.run)
+    from vhajax import evaluate
+
+    result = evaluate.evaluate_run(options.run, experiment, options.data, options.rows)
+    values = {
+        "run": str(options.run),
+        "loss": result.loss,
+        "bits_per_byte": result.bits_per_byte,
+        "tokens": result.tokens,
+        "bytes": result.bytes,
+    }
+    _emit(
+        options.json,
+        values,
+        f"{options.run}: {result.loss:.4f} nats per token, {result.bits_per_byte:.4f} bits per "
+        f"byte ({result.tokens:,} tokens, {result.bytes:,} bytes)",
+    )
+    return 0
+
+
+def _generate(args: list[str]) -> int:
+    parser = _parser("generate", "Continue a prompt with a run's newest weights.")
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--prompt", help="text to continue (default: standard input)")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="0 keeps all")
+    parser.add_argument("--top-p", type=float, default=0.95, help="1 keeps all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-length", type=int, help="refuse prompt + new tokens past this")
+    options = parser.parse_args(args)
+    if not 0 <= options.seed < 2**32:
+        raise UserError(f"--seed is {options.seed}; it must lie between 0 and 2³² − 1.")
+    from vhajax import runs
+
+    runs.read_config(options.run)
+    prompt = options.prompt if options.prompt is not None else _read_stdin()
+    from vhajax.generate import generate_text
+    from vhajax.sampling import Sampling
+
+    sampling = Sampling(options.temperature, options.top_k, options.top_p)
+    pieces = generate_text(
+        options.run, prompt, options.max_new_tokens, sampling, options.seed, options.max_length
+    )
+    out = [prompt]
+    if not options.json:
+        print(prompt, end="", flush=True)
+    for piece in pieces:
+        out.append(piece)
+        if not options.json:
+            print(piece, end="", flush=True)
+    _emit(options.json, {"run": str(options.run), "text": "".join(out)}, "")
+    return 0
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"Standard input is not UTF-8 ({error}); convert it.") from error
+
+
+def _fold(args: list[str]) -> int:
+    parser = _parser("fold", "Write the GQA model that a VHA run equals, as a run (weights only).")
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--out", type=Path, required=True, metavar="RUN2")
+    options = parser.parse_args(args)
+    from vhajax import runs
+
+    runs.read_config(options.run)
+    from vhajax.fold import fold_run
+
+    error = fold_run(options.run, options.out)
+    values = {"run": str(options.run), "out": str(options.out), "max_logit_difference": error}
+    _emit(options.json, values, f"{options.out}: GQA, max logit difference {error:.2e}")
+    return 0
+
+
+def _data(args: list[str]) -> int:
+    if not args or args[0] != "prepare":
+        if not args or args[0] in ("-h", "--help"):
+            print("vhajax data prepare PATH … --out DIR: see `vhajax data prepare -h`.")
+            return 0
+        raise UserError(f"There is no command 'data {args[0]}'; use `vhajax data prepare`.")
+    parser = _parser("data prepare", "Text → rows of T + 1 tokens, split by document.")
+    parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="none: the stdlib")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--seq-len", type=int, default=256, help="T")
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json (default: train one)")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="of a tokenizer trained here")
+    parser.add_argument("--eos", help="end-of-text token of --tokenizer")
+    parser.add_argument("--bos", help="begin-of-text token of --tokenizer")
+    parser.add_argument("--heldout-fraction", type=float, default=0.05)
+    options = parser.parse_args(args[1:])
+    from vhajax import prepare
+
+    manifest = prepare.prepare_paths(
+        options.paths,
+        options.out,
+        seq_len=options.seq_len,
+        tokenizer=options.tokenizer,
+        vocab_size=options.vocab_size,
+        eos=options.eos,
+        bos=options.bos,
+        heldout_fraction=options.heldout_fraction,
+    )
+    for name, reason in manifest.first_bad_rows:
+        print(f"skipped {name}: {reason}", file=sys.stderr)
+    values = {
+        "out": str(options.out),
+        "vocab_size": manifest.vocab_size,
+        "train_rows": manifest.train.rows,
+        "heldout_rows": manifest.heldout.rows,
+        "train_bytes": manifest.train.utf8_bytes,
+        "heldout_bytes": manifest.heldout.utf8_bytes,
+        "bad_rows": manifest.bad_rows,
+    }
+    _emit(
+        options.json,
+        values,
+        f"{options.out}: {manifest.train.rows:,} training and {manifest.heldout.rows:,} held-out "
+        f"rows of {manifest.seq_len} + 1 tokens, vocabulary {manifest.vocab_size}, "
+        f"{manifest.bad_rows} bad rows skipped",
+    )
+    return 0
+
+
+def _bench(args: list[str]) -> int:
+    parser = _parser("bench", "Measure this machine; medians, interleaved.")
+    parser.add_argument("what", choices=("train", "decode", "compile"))
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args(args)
+    if options.rounds < 1:
+        raise UserError(f"--rounds is {options.rounds}; it must be at least 1.")
+    from vhajax import bench
+
+    rows = getattr(bench, f"bench_{options.what}")(options.rounds)
+    _emit(options.json, {"bench": options.what, "rows": rows}, bench.table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Text in, text out, over `decode.generate`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from vhajax.decode import generate
+from vhajax.load import load
+from vhajax.sampling import Sampling
+from vhajax.tokenizer import StreamDecoder
+
+
+def generate_text(
+    run: Path,
+    prompt: str,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+    capacity: int | None = None,
+) -> Iterator[str]:
+    """Streams the continuation of a prompt, never half a character.
+
+    Raises:
+      UserError: see `load` and `decode.generate`; text that is not Unicode.
+    """
+    model, tokenizer = load(run)
+    ids = [] if tokenizer.bos is None else [tokenizer.bos]
+    ids += tokenizer.encode(prompt)
+    decoder = StreamDecoder(tokenizer)
+    tokens = generate(
+        model,
+        [ids],
+        max_new_tokens,
+        eos=tokenizer.eos,
+        sampling=sampling,
+        seeds=[seed],
+        capacity=capacity,
+    )
+    for (token,) in tokens:
+        if token is not None:
+            yield decoder.feed(token)
+    yield decoder.flush()

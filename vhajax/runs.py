@@ -1,0 +1,131 @@
+"""A run directory: configuration, tokenizer, checkpoints, metrics and the plot of its loss.
+
+No JAX here: commands refuse a bad directory at once.
+"""
+
+import dataclasses
+import hashlib
+import os
+from pathlib import Path
+
+from vhajax import config
+from vhajax.errors import UserError
+
+CONFIG, TOKENIZER, CHECKPOINTS = "config.json", "tokenizer.json", "checkpoints"
+METRICS, TENSORBOARD, PLOT = "metrics.jsonl", "tensorboard", "loss.png"
+
+# What may differ when a run is continued: how long, how often, where, never what.
+FREE = {
+    "data.path",
+    "train.steps",
+    "train.eval_every",
+    "train.eval_rows",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.log_every",
+    "train.loss_chunk",
+    "train.remat",
+    "mesh.data",
+    "mesh.model",
+}
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file whole or not at all.
+
+    Raises:
+      UserError: the folder cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}); choose another folder."
+        ) from error
+
+
+def create(folder: Path, experiment: config.Experiment, tokenizer: Path) -> None:
+    """Makes a run directory, or checks that an existing one may go on with this experiment.
+
+    Raises:
+      UserError: the directory cannot be written, is something else, or holds a run that differs in
+        a field that cannot change on resume, which is named.
+    """
+    if (folder / CONFIG).exists():
+        check_same(folder, read_config(folder), experiment)
+        check_tokenizer(folder, tokenizer)
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not a run; name another --run-dir.")
+    write_run(folder, experiment, tokenizer)
+
+
+def write_run(folder: Path, experiment: config.Experiment, tokenizer: Path) -> None:
+    """Writes the two files that make a folder a run; the configuration, which marks it, last."""
+    if tokenizer.resolve() != (folder / TOKENIZER).resolve():
+        write_whole(folder / TOKENIZER, tokenizer.read_text(encoding="utf-8"))
+    write_whole(folder / CONFIG, config.to_json(experiment))
+
+
+def read_config(folder: Path) -> config.Experiment:
+    """The experiment of a run.
+
+    Raises:
+      UserError: no such folder, not a run, or a broken configuration.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        what = "has no config.json" if folder.is_dir() else "does not exist"
+        raise UserError(f"The run {folder} {what}; name a folder that `vhajax train` made.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); restore the file.") from error
+    return config.from_json(text, str(path))
+
+
+def check_same(folder: Path, old: config.Experiment, new: config.Experiment) -> None:
+    """Refuses a resume that would change the run, naming the first such field."""
+    before, after = flatten(old), flatten(new)
+    for name in sorted(before.keys() | after.keys()):
+        if name not in FREE and before.get(name) != after.get(name):
+            raise UserError(
+                f"{name} is {after.get(name)!r}, but the run {folder} was started with "
+                f"{before.get(name)!r} and it cannot change on resume; use another --run-dir, "
+                "with --init-from to keep the weights."
+            )
+
+
+def check_tokenizer(folder: Path, tokenizer: Path) -> None:
+    """Refuses data whose tokenizer is not the run's."""
+    if _digest(folder / TOKENIZER) != _digest(tokenizer):
+        raise UserError(
+            f"The tokenizer {tokenizer} is not the one that the run {folder} was trained with; "
+            "use data prepared with the run's, or another run."
+        )
+
+
+def flatten(experiment: config.Experiment) -> dict[str, object]:
+    """Every leaf of a configuration by its dotted name."""
+    flat: dict[str, object] = {}
+
+    def visit(prefix: str, value: object) -> None:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            flat[prefix + "kind"] = type(value).__name__
+            for field in dataclasses.fields(value):
+                visit(f"{prefix}{field.name}.", getattr(value, field.name))
+        else:
+            flat[prefix.removesuffix(".")] = value
+
+    visit("", experiment)
+    return flat
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); restore the file.") from error

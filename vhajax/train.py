@@ -1,0 +1,219 @@
+"""The loop: rows in, steps, evaluations, checkpoints; interrupted and resumed exactly."""
+
+import contextlib
+import math
+import signal
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vhajax import checkpoint, config, metrics, runs, sharding, step, transformer
+from vhajax.data import heldout_batches, train_batches
+from vhajax.errors import UserError
+from vhajax.evaluate import Evaluation, evaluate, make_score, open_data
+from vhajax.manifest import TOKENIZER, Manifest
+from vhajax.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to.
+
+    loss: training cross-entropy at the last logged step. tokens_per_second: median over log
+    intervals, compilation, evaluation and saving left out. finished: not interrupted.
+    """
+
+    step: int
+    loss: float
+    heldout: Evaluation
+    tokens_per_second: float
+    finished: bool
+
+
+def train(experiment: config.Experiment, run: Path, *, init_from: Path | None = None) -> Result:
+    """Trains, or goes on with, a run.
+
+    Args:
+      run: the run directory, made if it is not there.
+      init_from: a run whose newest weights (only) this one starts with.
+
+    Raises:
+      UserError: anything that a person can fix, before anything is compiled where it shows there.
+    """
+    folder, manifest = open_data(experiment)
+    mesh = sharding.make_mesh(experiment.mesh)
+    if init_from is not None and checkpoint.steps(run):
+        raise UserError(
+            f"The run {run} has checkpoints and --init-from would discard them; "
+            "leave it out to go on, or name another --run-dir."
+        )
+    start = checkpoint.steps(run)[-1] if checkpoint.steps(run) else 0
+    if start > experiment.train.steps:
+        raise UserError(
+            f"The run {run} is at step {start}, past train.steps = {experiment.train.steps}; "
+            "raise it to go on."
+        )
+    runs.create(run, experiment, folder / TOKENIZER)
+    with jax.set_mesh(mesh):
+        state = _start_state(experiment, run, start, init_from, mesh)
+        loop = _Loop(experiment, run, folder, manifest, mesh)
+        return loop.run(state, start)
+
+
+def _start_state(
+    experiment: config.Experiment,
+    run: Path,
+    start: int,
+    init_from: Path | None,
+    mesh: jax.sharding.Mesh,
+) -> step.TrainState:
+    if not start and not init_from:
+        return step.init_state(experiment)
+    where = step.state_shardings(experiment, mesh)
+    params = transformer.init_shapes(experiment.model, where.params)
+    if init_from:
+        check_init(experiment, init_from)
+        newest = checkpoint.latest(init_from)
+        return step.fresh_state(experiment, checkpoint.restore_params(init_from, newest, params))
+    shapes = jax.eval_shape(step.optimizer(experiment).init, params)
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=where.step)
+    target = step.TrainState(params, jax.tree.map(place, shapes, where.opt_state), count)
+    return checkpoint.restore_state(run, start, target)
+
+
+def check_init(experiment: config.Experiment, source: Path) -> None:
+    """Refuses weights of another model, naming the first field that differs."""
+    theirs = runs.read_config(source)
+    ours = config.Experiment(model=experiment.model)
+    runs.check_same(source, config.Experiment(model=theirs.model), ours)
+
+
+class _Loop:
+    """One run's fixed parts: compiled step, data, where numbers and checkpoints go."""
+
+    def __init__(
+        self,
+        experiment: config.Experiment,
+        run: Path,
+        folder: Path,
+        manifest: Manifest,
+        mesh: jax.sharding.Mesh,
+    ):
+        self.experiment, self.folder, self.mesh = experiment, folder, mesh
+        self.cfg, self.path = experiment.train, run
+        self.step = jax.jit(step.make_train_step(experiment), donate_argnums=0)
+        self.score = make_score(experiment)
+        tokenizer = load_tokenizer(folder / TOKENIZER, manifest.eos, manifest.bos)
+        self.token_bytes = tokenizer.token_bytes
+        self.where = step.batch_sharding(mesh)
+
+    def run(self, state: step.TrainState, start: int) -> Result:
+        data = self.experiment.data
+        batches = train_batches(
+            self.folder,
+            batch_size=data.batch_size,
+            seed=data.seed,
+            num_steps=self.cfg.steps,
+            start_step=start,
+            host_index=jax.process_index(),
+            host_count=jax.process_count(),
+        )
+        log = metrics.MetricsLog(self.path, start)
+        saver = checkpoint.Checkpointer(self.path, self.experiment, self.cfg.keep_checkpoints)
+        line = metrics.ProgressLine(self.path.name, start, self.cfg.steps)
+        with contextlib.closing(log), _stop_on_signals() as stopped, line:
+            try:
+                state, loss, speed = self._steps(state, start, batches, log, saver, line, stopped)
+                saver.save(state)
+            finally:
+                saver.finish()
+            finished = int(state.step) == self.cfg.steps
+            heldout = self._evaluate(state, log) if finished else Evaluation(math.nan, 0, 0)
+        metrics.plot(self.path)
+        return Result(int(state.step), loss, heldout, speed, finished)
+
+    def _steps(self, state, start, batches, log, saver, line, stopped):
+        cfg, watch, speeds, loss, speed = self.cfg, metrics.Stopwatch(), [], math.nan, math.nan
+        tokens = self.experiment.data.batch_size * self.experiment.data.seq_len
+        logged = start
+        for done in range(start + 1, cfg.steps + 1):
+            state, values = self.step(state, self._place(next(batches)))
+            if done == start + 1:  # compiled here: not counted
+                jax.block_until_ready(values)
+                watch.lap()
+                logged = done
+            if done % cfg.log_every == 0 or done in (start + 1, cfg.steps):
+                values = {name: float(value) for name, value in values.items()}
+                loss = values["loss"]
+                self._check_finite(loss, done)
+                if done > logged:
+                    speeds.append(tokens * (done - logged) / watch.lap())
+                    speed, logged = statistics.median(speeds), done
+                    values["tokens_per_second"] = speeds[-1]
+                log.write(done, **values)
+                line.update(done, f"loss {loss:.3f}  {speed:,.0f} tokens/s")
+            if stopped():
+                break
+            watch.pause()
+            if cfg.eval_every and done % cfg.eval_every == 0 and done < cfg.steps:
+                self._evaluate(state, log)
+            if done % cfg.checkpoint_every == 0:
+                saver.save(state)
+            watch.resume()
+        return state, loss, speed
+
+    def _check_finite(self, loss: float, done: int) -> None:
+        if not math.isfinite(loss):
+            raise UserError(
+                f"The loss is {loss} at step {done}; go on from the last checkpoint of "
+                f"{self.path} with a lower rate, in a run of its own (--init-from)."
+            )
+
+    def _evaluate(self, state: step.TrainState, log: metrics.MetricsLog) -> Evaluation:
+        data = self.experiment.data
+        batches = heldout_batches(self.folder, data.batch_size, self.cfg.eval_rows)
+        result = evaluate(self.score, state.params, batches, self.token_bytes, self._put)
+        log.write(
+            int(state.step), heldout_loss=result.loss, heldout_bits_per_byte=result.bits_per_byte
+        )
+        return result
+
+    def _place(self, batch: step.Batch) -> step.Batch:
+        """This host's rows as its part of the global arrays."""
+        make = jax.make_array_from_process_local_data
+        return {name: make(self.where, np.asarray(x)) for name, x in batch.items()}
+
+    def _put(self, batch: step.Batch) -> step.Batch:
+        """A batch that every host holds in full."""
+        return jax.device_put(dict(batch), self.where)
+
+
+@contextlib.contextmanager
+def _stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """Turns the first Ctrl-C or SIGTERM into a flag that the loop reads; the second interrupts."""
+    caught: list[int] = []
+
+    def note(number: int, _frame: Any) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+        print("Stopping after this step; once more to stop at once.", file=sys.stderr)
+
+    try:
+        before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: signals are somebody else's
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(caught)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
