@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 def bench_train(rounds: int) -> list[Row]:
-    """Training tokens/s: 2 layers, D 256, 4 heads of 64, FFN 1024, batch 8 × 256, AdamW, float32."""
+    """Training tokens/s, float32, AdamW: 2 layers, D 256, 4 × 64 heads, FFN 1024, batch 8 × 256."""
     cases = {f"V {vocab}": _train_case(vocab) for vocab in (256, 32_000)}
     times = _interleaved(cases, rounds)
     return [

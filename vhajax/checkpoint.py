@@ -39,6 +39,7 @@ class Checkpointer:
 
     def __init__(self, run: Path, experiment: config.Experiment, keep: int):
         self.run, self.experiment = run, experiment
+        self._started = -1  # the last step whose save began; it may not be on disk yet
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
         try:
             self._manager = ocp.CheckpointManager(
@@ -54,7 +55,7 @@ class Checkpointer:
           UserError: this or an earlier save failed.
         """
         step = int(state.step)
-        if step in steps(self.run):
+        if step == self._started or step in steps(self.run):
             return
         items: dict[str, Any] = {
             "params": ocp.args.StandardSave(state.params),
@@ -68,6 +69,7 @@ class Checkpointer:
             raise _failed(self.run, error) from error
         if not started:
             raise UserError(f"The checkpoint of step {step} in {self.run} was refused by Orbax.")
+        self._started = step
 
     def finish(self) -> None:
         """Waits for saves under way.

@@ -2,10 +2,11 @@
 
 import argparse
 import json
+import logging
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,8 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0
+    return guarded(lambda: _dispatch(args[0], args[1:]))
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """Runs something and turns what a person can fix into one sentence and an exit status."""
+    # Orbax and Grain warn of nothing that a person could act on.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     try:
-        return _dispatch(args[0], args[1:])
+        return run()
     except UserError as error:
         print(f"vhajax: {error}", file=sys.stderr)
         return 2

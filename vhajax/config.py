@@ -279,7 +279,7 @@ class Train:
     eval_every: int = 100
     """Steps between held-out evaluations (0: only at the end)."""
     eval_rows: int = 0
-    """Held-out rows of an evaluation (0: all)."""
+    """Held-out rows of an evaluation on the way (0: all); the last one reads all."""
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
     log_every: int = 10

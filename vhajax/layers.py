@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from vhajax import config
-from vhajax.sharding import Group, Matrix, einsum, gathered, local, model_size, weight
+from vhajax.sharding import Group, Matrix, einsum, gathered, local, model_size, platform, weight
 
 ACTIVATIONS = ("data", "context", None)  # [B, T, D]
 
@@ -16,7 +16,7 @@ ACTIVATIONS = ("data", "context", None)  # [B, T, D]
 def compute_dtype(cfg: config.Model) -> Any:
     """float32 on CPU and bfloat16 elsewhere, unless the configuration says which."""
     if cfg.dtype == "auto":
-        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+        return jnp.float32 if platform() == "cpu" else jnp.bfloat16
     return jnp.dtype(cfg.dtype)
 
 

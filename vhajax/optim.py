@@ -91,8 +91,8 @@ def scale_by_muon(weights: Mapping[str, nnx.Param], beta: float) -> optax.Gradie
     """Nesterov momentum, orthogonalised, one matrix at a time.
 
     Args:
-      weights: parameters by path, which say how each is sharded and which of its axes are batch, rows
-        and columns of a matrix.
+      weights: parameters by path, which say how each is sharded and which of its axes are
+        batch, rows and columns of a matrix.
       beta: momentum.
 
     The update of an m × n matrix (input × output) has singular values near √max(1, n/m).

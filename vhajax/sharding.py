@@ -113,6 +113,12 @@ def local(
     return run
 
 
+def platform() -> str:
+    """`cpu`, `gpu` or `tpu`: what the mesh in use compiles for, else what this machine has."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def model_size() -> int:
     """Devices along `model`; 1 without a mesh."""
     mesh = _mesh()

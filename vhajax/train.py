@@ -136,7 +136,7 @@ class _Loop:
             finally:
                 saver.finish()
             finished = int(state.step) == self.cfg.steps
-            heldout = self._evaluate(state, log) if finished else Evaluation(math.nan, 0, 0)
+            heldout = self._evaluate(state, log, rows=0) if finished else Evaluation(math.nan, 0, 0)
         metrics.plot(self.path)
         return Result(int(state.step), loss, heldout, speed, finished)
 
@@ -164,7 +164,7 @@ class _Loop:
                 break
             watch.pause()
             if cfg.eval_every and done % cfg.eval_every == 0 and done < cfg.steps:
-                self._evaluate(state, log)
+                self._evaluate(state, log, self.cfg.eval_rows)
             if done % cfg.checkpoint_every == 0:
                 saver.save(state)
             watch.resume()
@@ -177,9 +177,9 @@ class _Loop:
                 f"{self.path} with a lower rate, in a run of its own (--init-from)."
             )
 
-    def _evaluate(self, state: step.TrainState, log: metrics.MetricsLog) -> Evaluation:
+    def _evaluate(self, state: step.TrainState, log: metrics.MetricsLog, rows: int) -> Evaluation:
         data = self.experiment.data
-        batches = heldout_batches(self.folder, data.batch_size, self.cfg.eval_rows)
+        batches = heldout_batches(self.folder, data.batch_size, rows)
         result = evaluate(self.score, state.params, batches, self.token_bytes, self._put)
         log.write(
             int(state.step), heldout_loss=result.loss, heldout_bits_per_byte=result.bits_per_byte

@@ -21,6 +21,7 @@ from vhajax.sharding import (
     gathered,
     named_arrays,
     named_params,
+    platform,
     reshard,
     shardings,
     with_arrays,
@@ -117,7 +118,7 @@ def hidden(
 
 
 def _unroll(cfg: config.Model) -> int:
-    shallow = jax.default_backend() == "cpu" and cfg.num_layers <= 8
+    shallow = platform() == "cpu" and cfg.num_layers <= 8
     return cfg.num_layers if shallow else 1
 
 
@@ -159,7 +160,7 @@ def init(cfg: config.Model, seed: int) -> dict[str, jax.Array]:
 
     mesh = jax.sharding.get_mesh()
     # Random bits unrolled by LLVM at full optimisation compile 8 times longer than they save.
-    fast = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    fast = {"xla_backend_optimization_level": 0} if platform() == "cpu" else None
     where = None if mesh.empty else shardings(abstract(cfg), mesh)
     return jax.jit(create, out_shardings=where, compiler_options=fast)()
 

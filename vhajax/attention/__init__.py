@@ -10,7 +10,7 @@ from vhajax.attention.vha import VHAttention
 
 __all__ = ["GQAttention", "KVCache", "VHAttention", "build"]
 
-MODULES: dict[type, Callable] = {config.GQA: GQAttention, config.VHA: VHAttention}
+MODULES: dict[type, Callable[..., GQAttention]] = {config.GQA: GQAttention, config.VHA: VHAttention}
 
 
 def build(model: config.Model, key: jax.Array) -> GQAttention:

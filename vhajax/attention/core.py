@@ -8,7 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from vhajax.sharding import axis_for, head_axes, local, model_size
+from vhajax.sharding import axis_for, head_axes, local, model_size, platform
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -30,7 +30,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax
         if q_axis != kv_axis:
             k, v = (_own_kv_heads(x, q.shape[2], num_heads) for x in (k, v))
         mask = document_mask(segments)[:, None]
-        if jax.default_backend() == "cpu":
+        if platform() == "cpu":
             return jax.nn.dot_product_attention(q, k, v, mask=mask)
         import tokamax  # 7 s to import: only where its kernels run
 

@@ -74,7 +74,9 @@ class GQAttention(nnx.Module):
         """[B, T, N, H] → [B, T, D]."""
         return einsum("BTNH,NHD->BTD", o, gathered(self.out, o.dtype), out=ACTIVATIONS)
 
-    def _project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
+    def _project(
+        self, x: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         theta = self.cfg.rope_theta
         q = rotate(self.query_norm(self.queries(x)), positions, theta)
         k = einsum("BTD,DKH->BTKH", x, gathered(self.key, x.dtype), out=HEADS)

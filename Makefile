@@ -1,0 +1,40 @@
+# Every target first makes .venv or brings it up to date (launch/make_env.sh); none needs one active.
+.DEFAULT_GOAL := help
+unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
+
+PY := .venv/bin/python
+SOURCES := vhajax pallas_kernels experiments launch tests
+
+.PHONY: help env train test test-slow format format-check lint types clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+env: ## make .venv, or bring it up to date
+	@bash launch/make_env.sh
+
+train: env ## train, fold and decode a small model on this machine
+	@$(PY) launch/demo.py
+
+test: env ## run the tests
+	@$(PY) -m pytest
+
+test-slow: env ## run the tests marked slow
+	@$(PY) -m pytest -m slow || [ $$? -eq 5 ] # 5: no test is marked slow
+
+format: env ## rewrite the code in the project's format
+	@$(PY) -m ruff format $(SOURCES)
+	@$(PY) -m ruff check --select I --fix --quiet $(SOURCES)
+
+format-check: env ## say what `make format` would rewrite
+	@$(PY) -m ruff format --check $(SOURCES)
+
+lint: env ## look for mistakes with ruff
+	@$(PY) -m ruff check $(SOURCES)
+
+types: env ## check the types with pyright
+	@$(PY) -m pyright --pythonpath $(PY)
+
+clean: ## remove .venv and every cache and build output
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

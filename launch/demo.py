@@ -1,0 +1,114 @@
+"""What `make train` runs: a GQA baseline and VHA on the same batches, folded, decoded, compared."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from vhajax import config, decode, experiment, fold, load, train, transformer
+from vhajax.attention import KVCache
+from vhajax.cli import guarded
+from vhajax.data import heldout_batches
+from vhajax.errors import UserError
+from vhajax.evaluate import open_data
+from vhajax.generate import generate_text
+from vhajax.manifest import Manifest
+from vhajax.sampling import Sampling
+
+RUNS = Path("runs")
+NAMES = ("demo_gqa", "demo_vha")
+FOLDED = RUNS / "demo_vha_folded"
+PROMPT = "def read_file(path):\n"
+say = Console(highlight=False, soft_wrap=True)
+
+
+def main() -> int:
+    experiments = {name: experiment.load(name) for name in NAMES}
+    folder, manifest = open_data(experiments[NAMES[0]])
+    say.print(
+        f"Text: {manifest.source}; {manifest.train.utf8_bytes / 1e6:.1f} MB to learn from, "
+        f"{manifest.heldout.utf8_bytes / 1e6:.2f} MB held out."
+    )
+    results = {}
+    for name, exp in experiments.items():
+        say.print(
+            f"Training {name}: {exp.model.attention.summary()}, {exp.train.steps} steps of "
+            f"{exp.data.batch_size} × {exp.data.seq_len} tokens …"
+        )
+        results[name] = train.train(exp, RUNS / name)
+        if not results[name].finished:
+            say.print("Stopped; `make train` goes on from here.")
+            return 130
+    say.print()
+    say.print(comparison(experiments, results, manifest))
+    show_fold(folder)
+    show_sample()
+    return 0
+
+
+def comparison(
+    experiments: dict[str, config.Experiment],
+    results: dict[str, train.Result],
+    manifest: Manifest,
+) -> Table:
+    """One row a model; gzip -9 of the same held-out text beside them."""
+    table = Table(title=f"Held-out: {manifest.heldout.utf8_bytes:,} bytes")
+    for heading in ("model", "parameters", "cache a token", "tokens/s", "nats/token", "bits/byte"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    for name, exp in experiments.items():
+        model, result = exp.model, results[name]
+        size = np.dtype(transformer.compute_dtype(model)).itemsize
+        cache = KVCache.logical_width(model.attention) * model.num_layers * size
+        speed = result.tokens_per_second
+        table.add_row(
+            f"{name}: {model.attention.summary()}",
+            f"{transformer.num_params(model):,}",
+            f"{cache:,} B",
+            f"{speed:,.0f}" if speed == speed else "done before",
+            f"{result.heldout.loss:.3f}",
+            f"{result.heldout.bits_per_byte:.3f}",
+        )
+    zipped = 8 * (manifest.heldout.gzip9_bytes or 0) / manifest.heldout.utf8_bytes
+    table.add_row("gzip -9", "", "", "", "", f"{zipped:.3f}")
+    return table
+
+
+def show_fold(folder: Path) -> None:
+    """Folds the VHA run and compares both models' logits and greedy tokens."""
+    shutil.rmtree(FOLDED, ignore_errors=True)  # written by an earlier `make train`
+    difference = fold.fold_run(RUNS / "demo_vha", FOLDED)
+    batch = next(iter(heldout_batches(folder, 8)))
+    prompts = batch["tokens"][:, :32].tolist()
+    virtual, _ = load.load(RUNS / "demo_vha", folded=False)
+    plain, _ = load.load(FOLDED)
+    ours, theirs = (list(decode.generate(m, prompts, 64)) for m in (virtual, plain))
+    same = "the same" if ours == theirs else "NOT the same"
+    say.print(
+        f"Folded VHA into {plain.cfg.attention.summary()}: largest logit difference "
+        f"{difference:.1e}, greedy tokens of 8 × 64 {same}."
+    )
+    if difference > 1e-4 or ours != theirs:
+        raise UserError("The folded model is not the model that was trained; report this.")
+
+
+def show_sample() -> None:
+    say.rule("The folded model goes on writing")
+    say.print(PROMPT, end="", markup=False)
+    for piece in generate_text(FOLDED, PROMPT, 160, Sampling(0.7, 0, 0.9), seed=1):
+        say.print(piece, end="", markup=False)
+    say.print()
+    say.rule()
+    say.print(
+        f"Runs lie in {RUNS}/ (loss.png, metrics.jsonl, checkpoints). Next:\n"
+        f'  .venv/bin/vhajax generate {FOLDED} --prompt "import "\n'
+        f"  .venv/bin/vhajax train demo_vha --run-dir runs/longer --steps 2000\n"
+        f"  .venv/bin/vhajax -h",
+        markup=False,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))
