@@ -8,13 +8,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from vhajax import config, decode, experiment, fold, load, train, transformer
+from vhajax import config, decode, experiment, fold, inference, train, transformer
 from vhajax.attention import KVCache
 from vhajax.cli import guarded
 from vhajax.data import heldout_batches
 from vhajax.errors import UserError
 from vhajax.evaluate import open_data
-from vhajax.generate import generate_text
+from vhajax.text import generate_text
 from vhajax.manifest import Manifest
 from vhajax.sampling import Sampling
 
@@ -82,8 +82,8 @@ def show_fold(folder: Path) -> None:
     difference = fold.fold_run(RUNS / "demo_vha", FOLDED)
     batch = next(iter(heldout_batches(folder, 8)))
     prompts = batch["tokens"][:, :32].tolist()
-    virtual, _ = load.load(RUNS / "demo_vha", folded=False)
-    plain, _ = load.load(FOLDED)
+    virtual, _ = inference.load(RUNS / "demo_vha", folded=False)
+    plain, _ = inference.load(FOLDED)
     ours, theirs = (list(decode.generate(m, prompts, 64)) for m in (virtual, plain))
     same = "the same" if ours == theirs else "NOT the same"
     say.print(

@@ -51,12 +51,16 @@ def assert_trees_near(actual: dict, expected: dict, tolerance: float = 1e-5) -> 
 # ------------------------------------------------------------------ inputs
 
 
+@functools.cache
+def template(cfg: config.Model) -> transformer.Transformer:
+    return transformer.abstract(cfg)
+
+
 def random_params(cfg: config.Model, seed: int = 0) -> Params:
     """float32 weights that hide no mistake: no norm weight is 1, no Postmix the identity."""
     rng = np.random.default_rng(seed)
-    shapes = named_arrays(transformer.abstract(cfg))
     params = {}
-    for name, leaf in shapes.items():
+    for name, leaf in named_arrays(template(cfg)).items():
         noise = rng.standard_normal(leaf.shape)
         kind = name.rsplit(".", 1)[-1]
         if kind == "scale":
@@ -74,7 +78,7 @@ def random_params(cfg: config.Model, seed: int = 0) -> Params:
 
 def build(cfg: config.Model, params: dict) -> transformer.Transformer:
     """The library's model with these parameters."""
-    return with_arrays(transformer.abstract(cfg), params)
+    return with_arrays(template(cfg), params)
 
 
 def mesh_of(data: int, model: int) -> jax.sharding.Mesh:
@@ -221,7 +225,8 @@ def cross_entropy(x, table, targets, weights, vocab_size: int, z_loss: float = 0
     x, weights = np.asarray(x, np.float64), np.asarray(weights, np.float64)
     real = np.asarray(table, np.float64)[:vocab_size]
     logits = x @ real.T
-    lse = np.log(np.exp(logits - logits.max()).sum(axis=-1)) + logits.max()
+    top = logits.max(axis=-1)
+    lse = np.log(np.exp(logits - top[..., None]).sum(axis=-1)) + top
     hit = np.eye(vocab_size)[targets]
     nll = lse - (hit * logits).sum(axis=-1)
     slope = softmax(logits) * (1 + 2 * z_loss * lse)[..., None] - hit

@@ -20,6 +20,9 @@ BFLOAT16 = 2**-7
 """Weights and results are each rounded to 8 bits: 2⁻⁹ of the largest value, twice, and doubled."""
 
 
+reference = oracle.fast_jit(attend_reference)
+
+
 def noise(*shape: int) -> np.ndarray:
     return RNG.standard_normal(shape).astype(np.float32)
 
@@ -37,8 +40,8 @@ def test_attention_stays_inside_documents(K, dtype):
     q, k, v = (jnp.asarray(noise(B, T, n, H) * 2, dtype) for n in (N, K, K))
     expected = oracle.attention(q, k, v, oracle.document_mask(SEGMENTS))
     for actual in (
-        attend(q, k, v, SEGMENTS),
-        attend_reference(q, k, v, document_mask(SEGMENTS)),
+        oracle.fast_jit(attend)(q, k, v, SEGMENTS),
+        reference(q, k, v, document_mask(SEGMENTS)),
     ):
         chex.assert_type(actual, dtype)
         assert_near(actual, expected, 2e-6 if dtype == jnp.float32 else BFLOAT16)
@@ -49,7 +52,7 @@ def test_the_reference_takes_any_mask(K):
     q, k, v = noise(2, 3, N, H), noise(2, 11, K, H), noise(2, 11, K, H)
     mask = RNG.random((2, 3, 11)) < 0.4
     mask[:, :, 5] = True
-    assert_near(attend_reference(q, k, v, mask), oracle.attention(q, k, v, mask), 2e-6)
+    assert_near(reference(q, k, v, mask), oracle.attention(q, k, v, mask), 2e-6)
 
 
 @pytest.mark.filterwarnings("ignore:a dimension of")

@@ -12,7 +12,7 @@ from vhajax import config, transformer
 from vhajax.attention.vha import fold_postmix
 from vhajax.layers import FeedForward, RMSNorm, embed, rms_norm
 from vhajax.rope import rotate
-from vhajax.sharding import named_arrays
+from vhajax.sharding import named_arrays, with_arrays
 
 RNG = np.random.default_rng(0)
 
@@ -90,10 +90,14 @@ def test_rope_products_depend_on_the_distance_only():
 @pytest.mark.parametrize("kind", ["swiglu", "relu2"])
 def test_feed_forward(kind):
     cfg = config.Model(dim=24, ffn_dim=40, ffn=kind)
-    layer = FeedForward(cfg, jax.random.key(0))
-    params = {f"ffn.{name}": np.asarray(w, np.float64) for name, w in named_arrays(layer).items()}
+    template = jax.eval_shape(lambda: FeedForward(cfg, jax.random.key(0)))
+    weights = {name: noise(*w.shape) / 5 for name, w in named_arrays(template).items()}
+    params = {f"ffn.{name}": w.astype(np.float64) for name, w in weights.items()}
     x = noise(2, 3, 24)
-    assert_near(layer(x), oracle.feed_forward(cfg, params, x.astype(np.float64)))
+    assert_near(
+        oracle.fast_jit(with_arrays(template, weights).__call__)(x),
+        oracle.feed_forward(cfg, params, x.astype(np.float64)),
+    )
 
 
 # ------------------------------------------------------------------ embedding
@@ -189,21 +193,17 @@ def test_postmix_starts_as_exactly_the_identity(initial):
     np.testing.assert_array_equal(fold_postmix(u, v, out), out)
 
 
-def test_a_narrow_premix_starts_orthogonal_and_keeps_the_size_of_queries():
+def test_a_narrow_premix_starts_orthogonal_and_keeps_the_size_of_queries(initial):
     narrow = config.VHA(num_physical_heads=2, num_kv_heads=3, head_dim=16, query_dim=6)
     cfg = config.Model(attention=narrow, tied=True, **SIZE)
-    params = transformer.init(cfg, 0)
+    params = transformer.init(cfg, 1)
     premix = np.asarray(params["blocks.attention.premix"], np.float64)
     assert premix.shape == (L, 3, 6, 16)
     grams = premix @ premix.swapaxes(-1, -2)
     np.testing.assert_allclose(grams, np.broadcast_to(16 / 6 * np.eye(6), grams.shape), atol=1e-5)
     assert not np.allclose(premix[0, 0], premix[0, 1], atol=0.1)
     # A tied table is an unembedding: it starts at 1/√D.
-    assert np.asarray(params["embedding"]).std() == pytest.approx(D**-0.5, rel=0.05)
-
-
-def test_the_seed_decides_the_weights():
-    cfg = config.Model(vocab_size=20, dim=8, ffn_dim=8, num_layers=1)
-    first, second = transformer.init(cfg, 1), transformer.init(cfg, 1)
-    chex.assert_trees_all_equal(first, second)
-    assert not np.array_equal(first["embedding"], transformer.init(cfg, 2)["embedding"])
+    table = np.asarray(params["embedding"])
+    assert table.std() == pytest.approx(D**-0.5, rel=0.05)
+    # Another seed gives other noise.
+    assert abs(np.corrcoef(table.ravel(), initial["embedding"].ravel())[0, 1]) < 0.05

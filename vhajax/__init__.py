@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vhajax.decode import decode_step, generate, init_cache, prefill
-    from vhajax.load import load
+    from vhajax.inference import load
     from vhajax.sampling import Sampling
 
 __all__ = ["Sampling", "decode_step", "generate", "init_cache", "load", "prefill"]
 
 _HOMES = {
-    "load": "vhajax.load",
+    "load": "vhajax.inference",
     "init_cache": "vhajax.decode",
     "prefill": "vhajax.decode",
     "decode_step": "vhajax.decode",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vhajax import config, decode, sharding, step, transformer
-from vhajax.load import decoder
+from vhajax.inference import decoder
 
 Row = dict[str, Any]
 

@@ -5,8 +5,13 @@ format version, step, position of the data iterator, configuration, tokenizer di
 Everything is arrays and JSON; loading executes nothing.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
+import shutil
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +39,20 @@ def _complete(path: Path) -> bool:
     return all(mark.exists() for mark in marks)
 
 
+def _set_incomplete_aside(folder: Path) -> None:
+    """Renames numbered folders that are no checkpoints.
+
+    Orbax counts them: it would refuse to save that step, and drop whole checkpoints to keep them.
+    """
+    if jax.process_index() or not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if path.name.isdigit() and not _complete(path):
+            aside = path.with_name(f"{path.name}.incomplete")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+
+
 class Checkpointer:
     """Writes a run's checkpoints in the background; the last `keep` stay."""
 
@@ -42,6 +61,7 @@ class Checkpointer:
         self._started = -1  # the last step whose save began; it may not be on disk yet
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
         try:
+            _set_incomplete_aside(run / runs.CHECKPOINTS)
             self._manager = ocp.CheckpointManager(
                 (run / runs.CHECKPOINTS).resolve(), options=options, item_names=ITEMS
             )
@@ -183,24 +203,37 @@ def _check_same(run: Path, step: int, stored: dict[str, Any], wanted: dict[str, 
 
 
 def _metadata(run: Path, step: int, item: str) -> dict[str, Any]:
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
-        try:
-            tree = reader.metadata(_item(run, step, item)).item_metadata
-        except Exception as error:  # Orbax and TensorStore raise many kinds for a broken file
-            raise _corrupt(run, step, error) from error
-    if tree is None:
-        raise _corrupt(run, step, FileNotFoundError(f"{item} has no metadata"))
-    return dict(tree)
+    with _reading(run, step), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+        tree = reader.metadata(_item(run, step, item)).item_metadata
+        if tree is None:
+            raise FileNotFoundError(f"{item} cannot be read")
+        return dict(tree)
 
 
 def _restore(run: Path, step: int, item: str, args: Any) -> Any:
     handlers = {"meta": ocp.JsonCheckpointHandler}
     handler = handlers.get(item, ocp.StandardCheckpointHandler)()
-    with ocp.Checkpointer(handler) as reader:
-        try:
-            return reader.restore(_item(run, step, item), args=args)
-        except Exception as error:  # as above
-            raise _corrupt(run, step, error) from error
+    with _reading(run, step), ocp.Checkpointer(handler) as reader:
+        return reader.restore(_item(run, step, item), args=args)
+
+
+@contextlib.contextmanager
+def _reading(run: Path, step: int) -> Iterator[None]:
+    """Turns whatever Orbax and TensorStore raise for a broken file into one sentence."""
+    before = sys.unraisablehook
+
+    def hook(what: Any) -> None:
+        if str(what.exc_value) != "Event loop is closed":
+            before(what)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    except Exception as error:
+        time.sleep(0.2)  # the reads still under way find Orbax's event loop closed, and say so
+        raise _corrupt(run, step, error) from error
+    finally:
+        sys.unraisablehook = before
 
 
 def _item(run: Path, step: int, item: str) -> Path:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -53,10 +54,12 @@ def guarded(run: Callable[[], int]) -> int:
     """Runs something and turns what a person can fix into one sentence and an exit status."""
     # Orbax and Grain warn of nothing that a person could act on.
     logging.getLogger("absl").setLevel(logging.ERROR)
+    warnings.formatwarning = lambda message, *_, **__: f"vhajax: warning: {message}\n"
     try:
         return run()
     except UserError as error:
-        print(f"vhajax: {error}", file=sys.stderr)
+        sentence = " ".join(str(error).split())  # a library's words may come in lines
+        print(f"vhajax: {sentence}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("vhajax: interrupted.", file=sys.stderr)
@@ -110,7 +113,9 @@ def _train(args: list[str]) -> int:
     parser.add_argument("--steps", help="short for --train.steps")
     parser.add_argument("--eval-every", help="short for --train.eval-every")
     parser.add_argument("-h", "--help", action="store_true", help="EXPERIMENT -h: every field")
-    options, rest = parser.parse_known_args(args)
+    overrides, plain = _split_overrides(args)
+    options, unknown = parser.parse_known_args(plain)
+    rest = overrides + unknown
     if options.help and not options.experiment:
         parser.print_help()
         return 0
@@ -149,6 +154,19 @@ def _train(args: list[str]) -> int:
         f"{result.heldout.bits_per_byte:.4f} bits per byte",
     )
     return 0
+
+
+def _split_overrides(args: list[str]) -> tuple[list[str], list[str]]:
+    """Separates `--part.field value`, wherever it stands, from the command's own arguments."""
+    overrides, plain, left = [], [], iter(args)
+    for arg in left:
+        if arg.startswith("--") and "." in arg.split("=")[0]:
+            overrides += (
+                [arg] if "=" in arg else [arg, *([value] if (value := next(left, "")) else [])]
+            )
+        else:
+            plain.append(arg)
+    return overrides, plain
 
 
 def _eval(args: list[str]) -> int:
@@ -198,7 +216,7 @@ def _generate(args: list[str]) -> int:
 
     runs.read_config(options.run)
     prompt = options.prompt if options.prompt is not None else _read_stdin()
-    from vhajax.generate import generate_text
+    from vhajax.text import generate_text
     from vhajax.sampling import Sampling
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p)

@@ -39,7 +39,7 @@ class Cache:
 def init_cache(model: Transformer, batch: int, capacity: int) -> Cache:
     """An empty cache for `batch` sequences of at most `capacity` tokens, in compute dtype."""
     if batch < 1 or capacity < 1:
-        raise UserError(f"a cache of {batch} × {capacity} (batch × capacity) holds nothing.")
+        raise UserError(f"A cache of {batch} × {capacity} (batch × capacity) holds nothing.")
     dtype = compute_dtype(model.cfg)
     layers = tuple(b.attention.init_cache(batch, capacity, dtype) for b in unstacked(model))
     return Cache(layers, jnp.zeros(batch, jnp.int32))
@@ -160,6 +160,8 @@ def generate(
       UserError: an empty prompt, or prompt + new tokens past the capacity; before compiling.
     """
     check_request(model, prompts, max_new_tokens, capacity)
+    if seeds is not None and len(seeds) != len(prompts):
+        raise UserError(f"There are {len(seeds)} seeds for {len(prompts)} prompts; give one each.")
     return _stream(model, prompts, max_new_tokens, eos, sampling, seeds, capacity)
 
 
@@ -170,23 +172,23 @@ def check_request(
     capacity: int | None,
 ) -> None:
     if not prompts:
-        raise UserError("there is no prompt; give at least one.")
+        raise UserError("There is no prompt; give at least one.")
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
     for i, prompt in enumerate(prompts):
         if not prompt:
-            raise UserError(f"prompt {i} has no tokens; write something or begin with BOS.")
+            raise UserError(f"Prompt {i} has no tokens; write something or begin with BOS.")
         bad = [t for t in prompt if not 0 <= t < model.cfg.vocab_size]
         if bad:
             raise UserError(
-                f"prompt {i} has token id {bad[0]}, outside the vocabulary of "
+                f"Prompt {i} has token id {bad[0]}, outside the vocabulary of "
                 f"{model.cfg.vocab_size}; use this run's tokenizer."
             )
     longest = max(map(len, prompts)) + max_new_tokens
     if capacity is not None and longest > capacity:
         raise UserError(
-            f"prompt + new tokens is {longest}, past the cache of {capacity}; "
-            "shorten the prompt, ask for fewer tokens or raise the capacity."
+            f"The prompt and the new tokens are {longest} tokens, past the maximum of {capacity}; "
+            "shorten the prompt, ask for fewer tokens or raise the maximum."
         )
 
 
@@ -194,22 +196,30 @@ def _stream(model, prompts, max_new_tokens, eos, sampling, seeds, capacity):
     capacity = capacity or _round_up(max(map(len, prompts)) + max_new_tokens, 128)
     tokens, valid = pad(prompts, capacity)
     keys = jax.vmap(jax.random.key)(jnp.asarray(seeds or range(len(prompts)), jnp.uint32))
-    cache = init_cache(model, len(prompts), capacity)
-    logits, cache = prefill(model, tokens, cache, valid)
+
+    def draws() -> Iterator[jax.Array]:
+        cache = init_cache(model, len(prompts), capacity)
+        logits, cache = prefill(model, tokens, cache, valid)
+        for _ in range(max_new_tokens):
+            token, logits, cache = sample_step(model, logits, cache, keys, sampling)
+            yield token
+
     done = np.zeros(len(prompts), bool)
-    pending: list[jax.Array] = []
-    for step in range(max_new_tokens):
-        token, logits, cache = sample_step(model, logits, cache, keys, sampling)
-        pending.append(token)
-        # Reading one step late lets the device start the next one before the host waits.
-        if len(pending) < 2 and step + 1 < max_new_tokens:
-            continue
-        while pending and (len(pending) == 2 or step + 1 == max_new_tokens):
-            ids = np.asarray(pending.pop(0))
-            done |= ids == eos if eos is not None else False
-            if done.all():
-                return
-            yield [None if ended else int(i) for i, ended in zip(ids, done, strict=True)]
+    for token in _one_late(draws()):
+        ids = np.asarray(token)
+        done |= ids == (-1 if eos is None else eos)
+        if done.all():
+            return
+        yield [None if ended else int(i) for i, ended in zip(ids, done, strict=True)]
+
+
+def _one_late(items: Iterator[jax.Array]) -> Iterator[jax.Array]:
+    """Each item once the next has begun: the host waits for a token while the device goes on."""
+    previous = next(items)
+    for item in items:
+        yield previous
+        previous = item
+    yield previous
 
 
 def _round_up(size: int, multiple: int) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from vhajax import config, runs, transformer
 from vhajax.data import heldout_batches
 from vhajax.errors import UserError
-from vhajax.load import load_params
+from vhajax.inference import load_params
 from vhajax.manifest import TOKENIZER, Manifest, load_manifest
 from vhajax.prepare import default_data_dir
 from vhajax.sharding import with_arrays

@@ -48,7 +48,7 @@ def load(name: str) -> Experiment:
             spec.loader.exec_module(module)
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             cause = f"{type(error).__name__}: {error}"
             raise UserError(f"The experiment {path} does not run ({cause}); mend it.") from error
     experiment = getattr(module, "EXPERIMENT", None)
@@ -84,10 +84,12 @@ def _sentence(box: str, program: str) -> str:
     """The first paragraph of tyro's framed message, as one line."""
     words = []
     for line in box.splitlines()[1:]:
-        text = line.strip("│╭╮╰╯ ")
-        if not text or set(text) <= {"─"}:
-            break
-        words.append(text)
+        text = line.strip("│╭╮╰╯|+ ")
+        if set(text) <= {"─", "-"}:  # a rule; tyro draws in ASCII where the terminal has no more
+            if words:
+                break
+        else:
+            words.append(text)
     message = " ".join(words).rstrip(".")
     return f"{message}; see `{program} -h` for every field."
 

@@ -33,7 +33,7 @@ def to_gqa(
     vha = model.attention
     if not isinstance(vha, config.VHA):
         raise UserError(
-            f"only VHA folds to GQA and this model is {vha.summary()}; leave it as it is."
+            f"Only VHA folds to GQA and this model is {vha.summary()}; leave it as it is."
         )
     gqa = config.GQA(
         num_heads=vha.num_heads,

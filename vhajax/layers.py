@@ -8,7 +8,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from vhajax import config
-from vhajax.sharding import Group, Matrix, einsum, gathered, local, model_size, platform, weight
+from vhajax.sharding import (
+    Group,
+    Matrix,
+    axis_for,
+    einsum,
+    gathered,
+    local,
+    model_size,
+    platform,
+    weight,
+)
 
 ACTIVATIONS = ("data", "context", None)  # [B, T, D]
 
@@ -93,10 +103,9 @@ def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
       [B, T, D] in table's dtype.
     """
     shards = model_size()
+    places = (axis_for("data", tokens.shape[0]), axis_for("context", tokens.shape[1]))
     if shards == 1:
-        return local(lambda t, i: t[i], [(None, None), ("data", "context")], ACTIVATIONS)(
-            table, tokens
-        )
+        return local(lambda t, i: t[i], [(None, None), places], (*places, None))(table, tokens)
     rows = table.shape[0] // shards
 
     def lookup(shard: jax.Array, ids: jax.Array) -> jax.Array:
@@ -105,4 +114,4 @@ def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
         found = jnp.where(mine[..., None], shard[jnp.clip(ids, 0, rows - 1)], 0)
         return jax.lax.psum(found, "model")
 
-    return local(lookup, [("model", None), ("data", "context")], ACTIVATIONS)(table, tokens)
+    return local(lookup, [("model", None), places], (*places, None))(table, tokens)

@@ -15,17 +15,29 @@ class MetricsLog:
     """Appends {step, name: value} to metrics.jsonl and to TensorBoard.
 
     A run that goes on from an earlier checkpoint first drops what was logged after it.
+
+    Attributes:
+      start_is_evaluated: whether there are held-out numbers of the step it goes on from.
     """
 
     def __init__(self, run: Path, start_step: int):
         from tensorboardX import SummaryWriter  # 2 s to import
 
-        self._path = run / runs.METRICS
+        self._run, self._path, self._start = run, run / runs.METRICS, start_step
         kept = [row for row in read(run) if row["step"] <= start_step]
-        runs.write_whole(self._path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._rewrite(kept)
+        self.start_is_evaluated = any(
+            row["step"] == start_step and "heldout_loss" in row for row in kept
+        )
         self._board = SummaryWriter(str(run / runs.TENSORBOARD), purge_step=start_step + 1)
 
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        runs.write_whole(self._path, "".join(json.dumps(row) + "\n" for row in rows))
+
     def write(self, step: int, **values: float) -> None:
+        if step == self._start:  # the same weights evaluated again: these numbers replace those
+            names = {"step", *values}
+            self._rewrite([r for r in read(self._run) if r["step"] != step or r.keys() != names])
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         for name, value in values.items():

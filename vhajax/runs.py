@@ -3,6 +3,7 @@
 No JAX here: commands refuse a bad directory at once.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -42,7 +43,8 @@ def write_whole(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise UserError(
             f"{path} cannot be written ({error.strerror}); choose another folder."
         ) from error
@@ -89,14 +91,21 @@ def read_config(folder: Path) -> config.Experiment:
 
 def check_same(folder: Path, old: config.Experiment, new: config.Experiment) -> None:
     """Refuses a resume that would change the run, naming the first such field."""
-    before, after = flatten(old), flatten(new)
-    for name in sorted(before.keys() | after.keys()):
-        if name not in FREE and before.get(name) != after.get(name):
+    for name, before, after in changes(old, new):
+        if name not in FREE:
             raise UserError(
-                f"{name} is {after.get(name)!r}, but the run {folder} was started with "
-                f"{before.get(name)!r} and it cannot change on resume; use another --run-dir, "
-                "with --init-from to keep the weights."
+                f"{name} is {after!r}, but the run {folder} was started with {before!r} and it "
+                "cannot change on resume; use another --run-dir, with --init-from to keep the "
+                "weights."
             )
+
+
+def changes(old: config.Experiment, new: config.Experiment) -> list[tuple[str, object, object]]:
+    """(dotted name, old value, new value) of every field that differs, by name."""
+    before, after = flatten(old), flatten(new)
+    names = sorted(before.keys() | after.keys())
+    found = [(name, before.get(name), after.get(name)) for name in names]
+    return [change for change in found if change[1] != change[2]]
 
 
 def check_tokenizer(folder: Path, tokenizer: Path) -> None:

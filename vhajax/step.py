@@ -101,7 +101,7 @@ def make_train_step(
         metrics = {
             "loss": nll,
             "tokens": scored,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "learning_rate": multiple(state.step),
         }
         return TrainState(params, opt_state, state.step + 1), metrics

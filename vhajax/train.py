@@ -1,6 +1,7 @@
 """The loop: rows in, steps, evaluations, checkpoints; interrupted and resumed exactly."""
 
 import contextlib
+import dataclasses
 import math
 import signal
 import statistics
@@ -18,7 +19,7 @@ from vhajax import checkpoint, config, metrics, runs, sharding, step, transforme
 from vhajax.data import heldout_batches, train_batches
 from vhajax.errors import UserError
 from vhajax.evaluate import Evaluation, evaluate, make_score, open_data
-from vhajax.manifest import TOKENIZER, Manifest
+from vhajax.manifest import TOKENIZER
 from vhajax.tokenizer import load_tokenizer
 
 
@@ -48,6 +49,7 @@ def train(experiment: config.Experiment, run: Path, *, init_from: Path | None = 
       UserError: anything that a person can fix, before anything is compiled where it shows there.
     """
     folder, manifest = open_data(experiment)
+    tokenizer = load_tokenizer(folder / TOKENIZER, manifest.eos, manifest.bos)
     mesh = sharding.make_mesh(experiment.mesh)
     if init_from is not None and checkpoint.steps(run):
         raise UserError(
@@ -60,10 +62,12 @@ def train(experiment: config.Experiment, run: Path, *, init_from: Path | None = 
             f"The run {run} is at step {start}, past train.steps = {experiment.train.steps}; "
             "raise it to go on."
         )
+    if init_from is not None:
+        check_init(experiment, init_from, folder / TOKENIZER)
     runs.create(run, experiment, folder / TOKENIZER)
     with jax.set_mesh(mesh):
         state = _start_state(experiment, run, start, init_from, mesh)
-        loop = _Loop(experiment, run, folder, manifest, mesh)
+        loop = _Loop(experiment, run, folder, tokenizer.token_bytes, mesh)
         return loop.run(state, start)
 
 
@@ -79,7 +83,6 @@ def _start_state(
     where = step.state_shardings(experiment, mesh)
     params = transformer.init_shapes(experiment.model, where.params)
     if init_from:
-        check_init(experiment, init_from)
         newest = checkpoint.latest(init_from)
         return step.fresh_state(experiment, checkpoint.restore_params(init_from, newest, params))
     shapes = jax.eval_shape(step.optimizer(experiment).init, params)
@@ -89,11 +92,21 @@ def _start_state(
     return checkpoint.restore_state(run, start, target)
 
 
-def check_init(experiment: config.Experiment, source: Path) -> None:
-    """Refuses weights of another model, naming the first field that differs."""
-    theirs = runs.read_config(source)
-    ours = config.Experiment(model=experiment.model)
-    runs.check_same(source, config.Experiment(model=theirs.model), ours)
+def check_init(experiment: config.Experiment, source: Path, tokenizer: Path) -> None:
+    """Refuses weights that are not there, or of another model or tokenizer.
+
+    Raises:
+      UserError: names the first field of the model that differs.
+    """
+    ours = experiment.model  # weights are float32 whatever a run computes in
+    theirs = dataclasses.replace(runs.read_config(source).model, dtype=ours.dtype)
+    for name, before, after in runs.changes(config.Experiment(theirs), config.Experiment(ours)):
+        raise UserError(
+            f"{name} is {after!r}, but the weights of {source} were trained with {before!r}; "
+            "change it, or leave --init-from out."
+        )
+    runs.check_tokenizer(source, tokenizer)
+    checkpoint.latest(source)
 
 
 class _Loop:
@@ -104,15 +117,14 @@ class _Loop:
         experiment: config.Experiment,
         run: Path,
         folder: Path,
-        manifest: Manifest,
+        token_bytes: np.ndarray,
         mesh: jax.sharding.Mesh,
     ):
         self.experiment, self.folder, self.mesh = experiment, folder, mesh
         self.cfg, self.path = experiment.train, run
         self.step = jax.jit(step.make_train_step(experiment), donate_argnums=0)
         self.score = make_score(experiment)
-        tokenizer = load_tokenizer(folder / TOKENIZER, manifest.eos, manifest.bos)
-        self.token_bytes = tokenizer.token_bytes
+        self.token_bytes = token_bytes
         self.where = step.batch_sharding(mesh)
 
     def run(self, state: step.TrainState, start: int) -> Result:
@@ -131,8 +143,9 @@ class _Loop:
         line = metrics.ProgressLine(self.path.name, start, self.cfg.steps)
         with contextlib.closing(log), _stop_on_signals() as stopped, line:
             try:
+                if self._evaluates_after(start) and not log.start_is_evaluated:
+                    self._evaluate(state, log, self.cfg.eval_rows)  # interrupted before it could
                 state, loss, speed = self._steps(state, start, batches, log, saver, line, stopped)
-                saver.save(state)
             finally:
                 saver.finish()
             finished = int(state.step) == self.cfg.steps
@@ -151,31 +164,38 @@ class _Loop:
                 watch.lap()
                 logged = done
             if done % cfg.log_every == 0 or done in (start + 1, cfg.steps):
-                values = {name: float(value) for name, value in values.items()}
-                loss = values["loss"]
-                self._check_finite(loss, done)
+                loss = self._finite_loss(values, done)
                 if done > logged:
                     speeds.append(tokens * (done - logged) / watch.lap())
                     speed, logged = statistics.median(speeds), done
                     values["tokens_per_second"] = speeds[-1]
-                log.write(done, **values)
+                log.write(done, **{name: float(value) for name, value in values.items()})
                 line.update(done, f"loss {loss:.3f}  {speed:,.0f} tokens/s")
-            if stopped():
-                break
-            watch.pause()
-            if cfg.eval_every and done % cfg.eval_every == 0 and done < cfg.steps:
-                self._evaluate(state, log, self.cfg.eval_rows)
-            if done % cfg.checkpoint_every == 0:
-                saver.save(state)
-            watch.resume()
+            ends = done == cfg.steps or stopped()
+            if ends or self._evaluates_after(done) or done % cfg.checkpoint_every == 0:
+                self._finite_loss(values, done)  # also waits for the step, whose time is training
+                watch.pause()
+                if ends or done % cfg.checkpoint_every == 0:
+                    saver.save(state)
+                if ends:
+                    break
+                if self._evaluates_after(done):
+                    self._evaluate(state, log, self.cfg.eval_rows)
+                watch.resume()
         return state, loss, speed
 
-    def _check_finite(self, loss: float, done: int) -> None:
+    def _evaluates_after(self, done: int) -> bool:
+        every = self.cfg.eval_every
+        return bool(every) and done % every == 0 and 0 < done < self.cfg.steps
+
+    def _finite_loss(self, values: dict[str, jax.Array], done: int) -> float:
+        loss = float(values["loss"])
         if not math.isfinite(loss):
             raise UserError(
                 f"The loss is {loss} at step {done}; go on from the last checkpoint of "
                 f"{self.path} with a lower rate, in a run of its own (--init-from)."
             )
+        return loss
 
     def _evaluate(self, state: step.TrainState, log: metrics.MetricsLog, rows: int) -> Evaluation:
         data = self.experiment.data

@@ -28,7 +28,7 @@ from vhajax.sharding import (
 )
 
 POLICIES: dict[str, Callable | None] = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names("product"),
     "full": None,
 }
 

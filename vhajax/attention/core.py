@@ -23,8 +23,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax
       [B, T, N, H] in q's dtype; softmax in float32, scale 1/√H.
     """
     q_axis, kv_axis = head_axes(q.shape[2], k.shape[2])
-    heads, kv_heads = ("data", None, q_axis, None), ("data", None, kv_axis, None)
-    num_heads = q.shape[2]
+    batch, num_heads = axis_for("data", q.shape[0]), q.shape[2]
+    heads, kv_heads = (batch, None, q_axis, None), (batch, None, kv_axis, None)
 
     def run(q, k, v, segments):
         if q_axis != kv_axis:
@@ -36,7 +36,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax
 
         return tokamax.dot_product_attention(q, k, v, mask=mask, is_causal=True)
 
-    return local(run, [heads, kv_heads, kv_heads, ("data", None)], heads)(q, k, v, segments)
+    return local(run, [heads, kv_heads, kv_heads, (batch, None)], heads)(q, k, v, segments)
 
 
 def document_mask(segments: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vhajax.decode import generate
-from vhajax.load import load
+from vhajax.inference import load
 from vhajax.sampling import Sampling
 from vhajax.tokenizer import StreamDecoder
 
@@ -17,7 +17,7 @@ def generate_text(
     seed: int = 0,
     capacity: int | None = None,
 ) -> Iterator[str]:
-    """Streams the continuation of a prompt, never half a character.
+    """Streams the continuation of a prompt, never half a character; refuses before it starts.
 
     Raises:
       UserError: see `load` and `decode.generate`; text that is not Unicode.
@@ -25,7 +25,6 @@ def generate_text(
     model, tokenizer = load(run)
     ids = [] if tokenizer.bos is None else [tokenizer.bos]
     ids += tokenizer.encode(prompt)
-    decoder = StreamDecoder(tokenizer)
     tokens = generate(
         model,
         [ids],
@@ -35,6 +34,10 @@ def generate_text(
         seeds=[seed],
         capacity=capacity,
     )
+    return _texts(tokens, StreamDecoder(tokenizer))
+
+
+def _texts(tokens: Iterator[list[int | None]], decoder: StreamDecoder) -> Iterator[str]:
     for (token,) in tokens:
         if token is not None:
             yield decoder.feed(token)
