@@ -10,7 +10,7 @@ EXPERIMENT = Experiment(
         attention=GQA(num_heads=8, num_kv_heads=4, head_dim=32),
         ffn_dim=768,
     ),
-    data=Data(seq_len=256, batch_size=16),
+    data=Data(seq_len=256, batch_size=8),
     optim=Optim(warmup_steps=10),
-    train=Train(steps=200, eval_every=50, eval_rows=160, checkpoint_every=50),
+    train=Train(steps=220, eval_every=110, eval_rows=80, checkpoint_every=110),
 )

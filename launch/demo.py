@@ -14,9 +14,9 @@ from vhajax.cli import guarded
 from vhajax.data import heldout_batches
 from vhajax.errors import UserError
 from vhajax.evaluate import open_data
-from vhajax.text import generate_text
 from vhajax.manifest import Manifest
 from vhajax.sampling import Sampling
+from vhajax.text import generate_text
 
 RUNS = Path("runs")
 NAMES = ("demo_gqa", "demo_vha")

@@ -593,7 +593,7 @@ def test_an_empty_prompt_begins_with_bos(shared, capsys):
 def test_the_longest_prompt_that_fits(shared, capsys):
     args = ("generate", str(shared / "run"), "--prompt", "x", "--max-new-tokens", "6")
     run_json(capsys, *args, "--max-length", "8")  # BOS, x and six new ones
-    assert "prompt + new tokens is 8, past the cache of 7" in assert_refused(
+    assert "The prompt and the new tokens are 8 tokens, past the maximum of 7" in assert_refused(
         capsys, [*args, "--max-length", "7"]
     )
 

@@ -25,7 +25,7 @@ from vhajax import (
     config,
     experiment,
     fold,
-    load,
+    inference,
     runs,
     sharding,
     step,
@@ -531,7 +531,7 @@ def edit_config(run: Path, fields: dict) -> None:
 def test_weights_that_do_not_fit_are_listed(misfit, vha, copied):
     fields, expected = MISFITS[misfit]
     edit_config(copied, fields)
-    for act in (lambda: train.train(changed(vha, fields), copied), lambda: load.load(copied)):
+    for act in (lambda: train.train(changed(vha, fields), copied), lambda: inference.load(copied)):
         with pytest.raises(UserError) as caught:
             act()
         message = str(caught.value)
@@ -544,7 +544,7 @@ def test_weights_that_are_missing_are_listed(gqa_run, tmp_path):
     run = shutil.copytree(gqa_run, tmp_path / "run")
     edit_config(run, {"model.attention": config.VHA(2, 2, 8)})
     with pytest.raises(UserError, match=r"blocks\.attention\.premix is missing"):
-        load.load(run)
+        inference.load(run)
 
 
 def test_an_optimizer_that_does_not_fit_is_listed(vha, copied):
@@ -596,7 +596,7 @@ def test_weights_alone_start_a_run(folded_run, tmp_path, start_only):
     train.train(runs.read_config(folded_run), tmp_path / "run", init_from=folded_run)
     ((state, start),) = start_only
     assert (start, int(state.step)) == (0, 0)
-    folded = load.load_params(folded_run)
+    folded = inference.load_params(folded_run)
     assert_bitwise(
         {name: np.asarray(x) for name, x in state.params.items()},
         {name: np.asarray(x) for name, x in folded.items()},
@@ -722,7 +722,7 @@ def test_checkpoints_move_between_meshes(shape, vha, vha_run, tmp_path):
     assert len(back.params["embedding"].sharding.device_set) == 1
     assert_bitwise(flat(back), flat(here))
     assert_bitwise(
-        {n: np.asarray(x) for n, x in load.load_params(run).items()},
+        {n: np.asarray(x) for n, x in inference.load_params(run).items()},
         {n: np.asarray(x) for n, x in here.params.items()},
     )
 

@@ -216,8 +216,8 @@ def _generate(args: list[str]) -> int:
 
     runs.read_config(options.run)
     prompt = options.prompt if options.prompt is not None else _read_stdin()
-    from vhajax.text import generate_text
     from vhajax.sampling import Sampling
+    from vhajax.text import generate_text
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     pieces = generate_text(
