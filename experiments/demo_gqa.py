@@ -12,5 +12,5 @@ EXPERIMENT = Experiment(
     ),
     data=Data(seq_len=256, batch_size=8),
     optim=Optim(warmup_steps=10),
-    train=Train(steps=220, eval_every=110, eval_rows=80, checkpoint_every=110),
+    train=Train(steps=180, eval_every=90, eval_rows=80, checkpoint_every=90),
 )

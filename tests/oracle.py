@@ -16,11 +16,6 @@ from vhajax.sharding import make_mesh, named_arrays, with_arrays
 
 Params = dict[str, np.ndarray]
 
-FAST = {"xla_backend_optimization_level": 0}
-"""Compiler options that halve the compile time; the program and its float32 stay the same."""
-fast_jit = functools.partial(jax.jit, compiler_options=FAST)
-
-
 # ------------------------------------------------------------------ comparing
 
 

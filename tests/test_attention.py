@@ -20,7 +20,7 @@ BFLOAT16 = 2**-7
 """Weights and results are each rounded to 8 bits: 2⁻⁹ of the largest value, twice, and doubled."""
 
 
-reference = oracle.fast_jit(attend_reference)
+reference = jax.jit(attend_reference)
 
 
 def noise(*shape: int) -> np.ndarray:
@@ -40,7 +40,7 @@ def test_attention_stays_inside_documents(K, dtype):
     q, k, v = (jnp.asarray(noise(B, T, n, H) * 2, dtype) for n in (N, K, K))
     expected = oracle.attention(q, k, v, oracle.document_mask(SEGMENTS))
     for actual in (
-        oracle.fast_jit(attend)(q, k, v, SEGMENTS),
+        jax.jit(attend)(q, k, v, SEGMENTS),
         reference(q, k, v, document_mask(SEGMENTS)),
     ):
         chex.assert_type(actual, dtype)
@@ -70,7 +70,7 @@ def test_the_reference_takes_any_mask(K):
 def test_sharded_attention_equals_attention_on_one_device(mesh, heads, kv_heads):
     q, k, v = noise(B, T, heads, H), noise(B, T, kv_heads, H), noise(B, T, kv_heads, H)
     with jax.set_mesh(mesh_of(*mesh)):
-        actual = oracle.fast_jit(attend)(q, k, v, SEGMENTS)
+        actual = jax.jit(attend)(q, k, v, SEGMENTS)
     assert_near(actual, oracle.attention(q, k, v, oracle.document_mask(SEGMENTS)), 2e-6)
 
 

@@ -17,8 +17,8 @@ from vhajax.errors import UserError
 from vhajax.sampling import Sampling
 from vhajax.sharding import shardings
 
-fast_prefill = oracle.fast_jit(prefill, static_argnames="extend")
-fast_step = oracle.fast_jit(decode_step)
+fast_prefill = jax.jit(prefill, static_argnames="extend")
+fast_step = jax.jit(decode_step)
 V, B, T, STEPS = 100, 4, 16, 6
 CAPACITY = 12 + STEPS  # the longest prompt and its new tokens fill it to the last slot
 TOKENS = oracle.random_tokens((B, 12), V)
@@ -282,11 +282,11 @@ def sharded_model(case: Case, mesh: jax.sharding.Mesh) -> transformer.Transforme
 
 @pytest.mark.filterwarnings("ignore:a dimension of")
 @pytest.mark.parametrize(("data", "model", "parts"), [(4, 2, 2), (2, 4, 1)])
-def test_sharded_decode_equals_the_forward(case, data, model, parts):
+def test_sharded_decode_equals_the_forward(vha, data, model, parts):
     tokens, valid = padded(left=True)
     mesh = mesh_of(data, model)
     with jax.set_mesh(mesh):
-        sharded = sharded_model(case, mesh)
+        sharded = sharded_model(vha, mesh)
         cache = init_cache(sharded, B, CAPACITY)
         logits, cache = fast_prefill(sharded, tokens, cache, valid)
         for step in range(3):
@@ -294,7 +294,7 @@ def test_sharded_decode_equals_the_forward(case, data, model, parts):
             assert rows.shape == (B // data, CAPACITY, 128 // parts)
             for row, prompt in enumerate(PROMPTS):
                 text = [*prompt, *TOKENS[row, :step]]
-                assert_near(np.asarray(logits)[row], case.logits([text])[0, -1])
+                assert_near(np.asarray(logits)[row], vha.logits([text])[0, -1])
             logits, cache = fast_step(sharded, TOKENS[:, step], cache)
 
 

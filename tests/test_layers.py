@@ -95,7 +95,7 @@ def test_feed_forward(kind):
     params = {f"ffn.{name}": w.astype(np.float64) for name, w in weights.items()}
     x = noise(2, 3, 24)
     assert_near(
-        oracle.fast_jit(with_arrays(template, weights).__call__)(x),
+        jax.jit(with_arrays(template, weights).__call__)(x),
         oracle.feed_forward(cfg, params, x.astype(np.float64)),
     )
 
@@ -107,11 +107,11 @@ def test_feed_forward(kind):
 def test_embedding_rows_and_their_gradient_wherever_the_vocabulary_lies(mesh):
     table, tokens, slope = noise(32, 16), oracle.random_tokens((8, 5), 32), noise(8, 5, 16)
 
-    @oracle.fast_jit
+    @jax.jit
     def run(table, tokens, slope):
         return jax.value_and_grad(lambda t: jnp.sum(embed(t, tokens) * slope))(table)
 
-    @oracle.fast_jit
+    @jax.jit
     def rows(table, tokens):
         return embed(table, tokens)
 

@@ -26,7 +26,7 @@ def run():
         return 2 * objective, (objective, nll)
 
     gradients = jax.grad(scaled, argnums=(0, 1), has_aux=True)
-    return jax.jit(gradients, static_argnums=(4, 5, 6), compiler_options=oracle.FAST)
+    return jax.jit(gradients, static_argnums=(4, 5, 6))
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 48, 1000])

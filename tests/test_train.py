@@ -731,6 +731,7 @@ def check_place(x: jax.Array, place) -> None:
     assert x.sharding.is_equivalent_to(place, x.ndim)
 
 
+@pytest.mark.slow
 def test_eight_devices_learn_what_one_does(vha, vha_run, tmp_path):
     run = tmp_path / "run"
     interrupted(3, changed(vha, {"mesh": Mesh(data=2, model=4)}), run)

@@ -162,7 +162,11 @@ def generate(
     check_request(model, prompts, max_new_tokens, capacity)
     if seeds is not None and len(seeds) != len(prompts):
         raise UserError(f"There are {len(seeds)} seeds for {len(prompts)} prompts; give one each.")
-    return _stream(model, prompts, max_new_tokens, eos, sampling, seeds, capacity)
+    chosen = list(range(len(prompts)) if seeds is None else seeds)
+    for seed in chosen:
+        if not 0 <= seed < 2**32:
+            raise UserError(f"The seed {seed} must lie between 0 and 2³² − 1.")
+    return _stream(model, prompts, max_new_tokens, eos, sampling, chosen, capacity)
 
 
 def check_request(
@@ -195,7 +199,7 @@ def check_request(
 def _stream(model, prompts, max_new_tokens, eos, sampling, seeds, capacity):
     capacity = capacity or _round_up(max(map(len, prompts)) + max_new_tokens, 128)
     tokens, valid = pad(prompts, capacity)
-    keys = jax.vmap(jax.random.key)(jnp.asarray(seeds or range(len(prompts)), jnp.uint32))
+    keys = jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
 
     def draws() -> Iterator[jax.Array]:
         cache = init_cache(model, len(prompts), capacity)

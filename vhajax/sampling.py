@@ -59,5 +59,5 @@ def _keep(logits: jax.Array, sampling: Sampling) -> jax.Array:
     likely = jnp.where(jnp.arange(V) < k, jnp.take_along_axis(logits, order, axis=-1), -jnp.inf)
     probability = jax.nn.softmax(likely, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    keep = (jnp.arange(V) < k) & ((before < sampling.top_p) | (jnp.arange(V) == 0))
+    keep = (jnp.arange(V) < k) & (before < sampling.top_p)  # before[0] = 0: one always stays
     return jnp.take_along_axis(keep, rank, axis=-1)
