@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
