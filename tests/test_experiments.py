@@ -38,7 +38,7 @@ def test_json_round_trip(experiment):
 @pytest.mark.filterwarnings("ignore:a dimension of:UserWarning")  # few heads, many devices
 def test_a_training_step_lowers_on_64_devices(experiment):
     batch_size = MESH.data * experiment.train.grad_accum
-    experiment = changed(experiment, {"mesh": MESH, "data.batch_size": batch_size})
+    experiment = changed(experiment, {"data.batch_size": batch_size, "mesh": MESH})
     mesh = AbstractMesh(MESH.shape, AXES, (AxisType.Explicit,) * 3)
     with jax.sharding.use_abstract_mesh(mesh):
         where = step.state_shardings(experiment, mesh)
