@@ -23,14 +23,14 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax
       [B, T, N, H] in q's dtype; softmax in float32, scale 1/√H.
     """
     q_axis, kv_axis = head_axes(q.shape[2], k.shape[2])
-    batch, num_heads = axis_for("data", q.shape[0]), q.shape[2]
+    batch, num_heads, on_cpu = axis_for("data", q.shape[0]), q.shape[2], platform() == "cpu"
     heads, kv_heads = (batch, None, q_axis, None), (batch, None, kv_axis, None)
 
     def run(q, k, v, segments):
         if q_axis != kv_axis:
             k, v = (_own_kv_heads(x, q.shape[2], num_heads) for x in (k, v))
         mask = document_mask(segments)[:, None]
-        if platform() == "cpu":
+        if on_cpu:
             return jax.nn.dot_product_attention(q, k, v, mask=mask)
         import tokamax  # 7 s to import: only where its kernels run
 
