@@ -124,15 +124,17 @@ def _compile_case(layers: int) -> Callable[[], Any]:
     cfg = dataclasses.replace(base, model=dataclasses.replace(base.model, num_layers=layers))
     shape = (cfg.data.batch_size, cfg.data.seq_len)
 
+    mesh = sharding.make_mesh(cfg.mesh)
+    with jax.set_mesh(mesh):
+        state = step.init_state(cfg)
+    ints = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=step.batch_sharding(mesh))
+    floats = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=step.batch_sharding(mesh))
+    names = ("tokens", "targets", "positions", "segments")
+    batch = {**dict.fromkeys(names, ints), "weights": floats}
+
     def run() -> jax.Array:
-        mesh = sharding.make_mesh(cfg.mesh)
+        jax.clear_caches()
         with jax.set_mesh(mesh):
-            state = jax.eval_shape(lambda: step.init_state(cfg))
-            ints = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=step.batch_sharding(mesh))
-            floats = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=step.batch_sharding(mesh))
-            names = ("tokens", "targets", "positions", "segments")
-            batch = {**dict.fromkeys(names, ints), "weights": floats}
-            jax.clear_caches()
             jax.jit(step.make_train_step(cfg), donate_argnums=0).lower(state, batch).compile()
         return jnp.zeros(())
 
