@@ -6,7 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from vhajax import checkpoint, config, runs, transformer
+from vhajax import checkpoint, config, inference, runs, transformer
 from vhajax.step import TrainState
 from vhajax.tokenizer import train_bpe
 
@@ -46,3 +46,9 @@ def test_commands_of_the_readme_exist():
     makefile = (README.parent / "Makefile").read_text(encoding="utf-8")
     for target in ("train", "test"):
         assert re.search(rf"^{target}:", makefile, re.M)
+
+
+def test_a_run_knows_special_tokens_of_unusual_names(run):
+    runs.write_special_tokens(run, eos="<|bos|>", bos=None)
+    tokenizer = inference.load_run_tokenizer(run)
+    assert (tokenizer.eos_name, tokenizer.eos) == ("<|bos|>", 0)

@@ -133,6 +133,7 @@ def test_a_run_directory(vha, vha_run, data):
         "config.json",
         "loss.png",
         "metrics.jsonl",
+        "special_tokens.json",
         "tensorboard",
         "tokenizer.json",
     ]

@@ -80,6 +80,9 @@ def fold_run(run: Path, out: Path) -> float:
     params = checkpoint.restore_params(run, newest, shapes)
     model, folded = to_gqa(experiment.model, params)
     runs.write_whole(out / runs.TOKENIZER, (run / runs.TOKENIZER).read_text(encoding="utf-8"))
+    special = run / runs.SPECIAL_TOKENS
+    if special.exists():
+        runs.write_whole(out / runs.SPECIAL_TOKENS, special.read_text(encoding="utf-8"))
     target = dataclasses.replace(experiment, model=model)
     saver = checkpoint.Checkpointer(out, target, keep=1)
     saver.save(TrainState(folded, (), jnp.int32(newest)), weights_only=True)

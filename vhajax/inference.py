@@ -1,10 +1,12 @@
 """A run from disk, ready to decode or to evaluate."""
 
+import json
 from pathlib import Path
 
 import jax
 
 from vhajax import checkpoint, config, fold, runs, transformer
+from vhajax.errors import UserError
 from vhajax.layers import compute_dtype
 from vhajax.sharding import named_params, with_arrays
 from vhajax.tokenizer import Tokenizer, load_tokenizer
@@ -46,4 +48,11 @@ def load_params(run: Path) -> dict[str, jax.Array]:
 
 
 def load_run_tokenizer(run: Path) -> Tokenizer:
-    return load_tokenizer(run / runs.TOKENIZER)
+    """The tokenizer of a run, with the special tokens that its data had."""
+    path = run / runs.SPECIAL_TOKENS
+    try:
+        names = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        eos, bos = names.get("eos"), names.get("bos")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); restore the file.") from error
+    return load_tokenizer(run / runs.TOKENIZER, eos, bos)

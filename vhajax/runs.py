@@ -6,6 +6,7 @@ No JAX here: commands refuse a bad directory at once.
 import contextlib
 import dataclasses
 import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from vhajax import config
 from vhajax.errors import UserError
 
 CONFIG, TOKENIZER, CHECKPOINTS = "config.json", "tokenizer.json", "checkpoints"
+SPECIAL_TOKENS = "special_tokens.json"
+"""EOS and BOS by name, which tokenizer.json does not say."""
 METRICS, TENSORBOARD, PLOT = "metrics.jsonl", "tensorboard", "loss.png"
 
 # What may differ when a run is continued: how long, how often, where, never what.
@@ -87,6 +90,10 @@ def read_config(folder: Path) -> config.Experiment:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({error}); restore the file.") from error
     return config.from_json(text, str(path))
+
+
+def write_special_tokens(folder: Path, eos: str, bos: str | None) -> None:
+    write_whole(folder / SPECIAL_TOKENS, json.dumps({"eos": eos, "bos": bos}) + "\n")
 
 
 def check_same(folder: Path, old: config.Experiment, new: config.Experiment) -> None:

@@ -65,6 +65,7 @@ def train(experiment: config.Experiment, run: Path, *, init_from: Path | None = 
     if init_from is not None:
         check_init(experiment, init_from, folder / TOKENIZER)
     runs.create(run, experiment, folder / TOKENIZER)
+    runs.write_special_tokens(run, manifest.eos, manifest.bos)
     with jax.set_mesh(mesh):
         state = _start_state(experiment, run, start, init_from, mesh)
         loop = _Loop(experiment, run, folder, tokenizer.token_bytes, mesh)
