@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from vhajax import config, decode, experiment, fold, inference, train, transformer
-from vhajax.attention import KVCache
 from vhajax.cli import guarded
 from vhajax.data import heldout_batches
 from vhajax.errors import UserError
@@ -61,7 +60,7 @@ def comparison(
     for name, exp in experiments.items():
         model, result = exp.model, results[name]
         size = np.dtype(transformer.compute_dtype(model)).itemsize
-        cache = KVCache.logical_width(model.attention) * model.num_layers * size
+        cache = model.attention.cache_row().logical_bytes(size) * model.num_layers
         speed = result.tokens_per_second
         table.add_row(
             f"{name}: {model.attention.summary()}",

@@ -1,139 +1,34 @@
 """Frozen configuration: everything a run depends on, checked when it is built.
 
-This file imports no JAX, so that `vhajax -h` and every refusal answer at once.
-Dimension letters (used in the whole project): B batch, T query positions, S cached positions,
-D width, N query heads, P physical query heads, K KV heads, G = N/K group, H head dim,
-Q physical query head dim, R rank, F FFN width, L layers, V vocabulary.
+No JAX here, so that `vhajax -h` and every refusal answer at once. Attention, and the letters of its
+dimensions, are in `mechanisms.py`.
 """
 
 import dataclasses
 import json
+import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vhajax.errors import UserError
+from vhajax.mechanisms import (
+    GQA,
+    LRKV,
+    MECHANISMS,
+    MFA,
+    MLA,
+    VHA,
+    Attention,
+    Norm,
+    require,
+    require_choice,
+    require_not_negative,
+    require_positive,
+)
 
-FORMAT_VERSION = 1
+__all__ = ["GQA", "LRKV", "MECHANISMS", "MFA", "MLA", "VHA", "Attention", "Norm"]
 
-Norm = Literal["none", "weightless", "weighted"]
-
-
-def require(condition: bool, sentence: str) -> None:
-    if not condition:
-        raise UserError(sentence)
-
-
-def require_positive(owner: str, **values: float) -> None:
-    for name, value in values.items():
-        require(value > 0, f"{owner}.{name} is {value}; it must be greater than 0.")
-
-
-def require_choice(owner: str, **choices: tuple[str, tuple[str, ...]]) -> None:
-    for name, (value, allowed) in choices.items():
-        require(
-            value in allowed, f"{owner}.{name} is {value!r}; choose one of {', '.join(allowed)}."
-        )
-
-
-def check_rope(owner: str, head_dim: int, rope_theta: float, qk_norm: str) -> None:
-    require(head_dim % 2 == 0, f"{owner}.head_dim is {head_dim}; RoPE needs an even head dim.")
-    require_positive(owner, rope_theta=rope_theta)
-    require_choice(owner, qk_norm=(qk_norm, ("none", "weightless", "weighted")))
-
-
-@dataclass(frozen=True)
-class GQA:
-    """Grouped-query attention; MHA at num_kv_heads = num_heads, MQA at num_kv_heads = 1."""
-
-    num_heads: int = 8
-    """N, query heads."""
-    num_kv_heads: int = 2
-    """K, KV heads; query head n reads KV head n // (N / K)."""
-    head_dim: int = 64
-    """H."""
-    qk_norm: Norm = "weighted"
-    """RMSNorm over H of queries and keys, before RoPE."""
-    rope_theta: float = 10_000.0
-
-    def __post_init__(self) -> None:
-        require_positive(
-            "attention",
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-        )
-        require(
-            self.num_heads % self.num_kv_heads == 0,
-            f"attention.num_heads is {self.num_heads}, not a multiple of "
-            f"attention.num_kv_heads = {self.num_kv_heads}; change one of them.",
-        )
-        check_rope("attention", self.head_dim, self.rope_theta, self.qk_norm)
-
-    def summary(self) -> str:
-        return f"GQA N {self.num_heads}, K {self.num_kv_heads}, H {self.head_dim}"
-
-
-@dataclass(frozen=True)
-class VHA:
-    """Virtual Head Attention: N = K·P virtual heads from P physical ones; folds to GQA with K."""
-
-    num_physical_heads: int = 4
-    """P, physical query heads."""
-    num_kv_heads: int = 2
-    """K, KV heads; virtual head n = k·P + p reads KV head k."""
-    head_dim: int = 64
-    """H of keys, values and virtual queries."""
-    query_dim: int = 0
-    """Q, width of a physical query head (0: the same as head_dim); at most head_dim."""
-    postmix_rank: int = -1
-    """Rank of the head-axis Postmix I + V Uᵀ; -1: N/4 (at least 1)."""
-    qk_norm: Norm = "weighted"
-    """RMSNorm over H of virtual queries (after Premix: before it the fold breaks) and keys."""
-    rope_theta: float = 10_000.0
-
-    def __post_init__(self) -> None:
-        require_positive(
-            "attention",
-            num_physical_heads=self.num_physical_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-        )
-        require(
-            0 <= self.query_dim <= self.head_dim,
-            f"attention.query_dim is {self.query_dim}; it must lie between 1 and "
-            f"attention.head_dim = {self.head_dim} (0 means the same).",
-        )
-        require(
-            -1 <= self.postmix_rank <= self.num_heads and self.postmix_rank != 0,
-            f"attention.postmix_rank is {self.postmix_rank}; it must lie between 1 and "
-            f"N = {self.num_heads} (-1 means N/4).",
-        )
-        check_rope("attention", self.head_dim, self.rope_theta, self.qk_norm)
-
-    @property
-    def num_heads(self) -> int:
-        """N, virtual query heads."""
-        return self.num_physical_heads * self.num_kv_heads
-
-    @property
-    def q_dim(self) -> int:
-        """Q with its default resolved."""
-        return self.query_dim or self.head_dim
-
-    @property
-    def rank(self) -> int:
-        """Postmix rank with its default resolved."""
-        return max(1, self.num_heads // 4) if self.postmix_rank == -1 else self.postmix_rank
-
-    def summary(self) -> str:
-        return (
-            f"VHA P {self.num_physical_heads}, K {self.num_kv_heads} "
-            f"(N {self.num_heads}), H {self.head_dim}"
-        )
-
-
-Attention = GQA | VHA
-MECHANISMS: dict[str, type] = {"gqa": GQA, "vha": VHA}
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -147,6 +42,9 @@ class Model:
     num_layers: int = 4
     """L."""
     attention: Attention = field(default_factory=GQA)
+    windows: tuple[int, ...] = ()
+    """Sliding window of each layer, repeated over the layers: a query sees that many tokens, itself
+    included; 0: all. (1024, 1024, 0) makes every third layer global. Empty: no windows."""
     ffn: Literal["swiglu", "relu2"] = "swiglu"
     ffn_dim: int = 768
     """F."""
@@ -180,6 +78,17 @@ class Model:
             f"model.vocab_size × model.dim is {self.padded_vocab * self.dim}; one weight must "
             "have fewer than 2³¹ elements.",
         )
+        require(
+            all(window >= 0 for window in self.windows),
+            f"model.windows is {self.windows}; a window must not be negative (0 means all).",
+        )
+
+    @property
+    def layer_windows(self) -> tuple[int, ...]:
+        """The window of every layer, 0 for all; empty where no layer has one."""
+        if not any(self.windows):
+            return ()
+        return tuple(self.windows[i % len(self.windows)] for i in range(self.num_layers))
 
     @property
     def padded_vocab(self) -> int:
@@ -256,9 +165,14 @@ class Optim:
         for name in ("beta1", "beta2", "momentum"):
             value = getattr(self, name)
             require(0 <= value < 1, f"optim.{name} is {value}; it must lie in [0, 1).")
-        for name in ("weight_decay", "clip_norm", "warmup_steps", "decay_steps", "final_fraction"):
-            value = getattr(self, name)
-            require(value >= 0, f"optim.{name} is {value}; it must not be negative.")
+        require_not_negative(
+            "optim",
+            weight_decay=self.weight_decay,
+            clip_norm=self.clip_norm,
+            warmup_steps=self.warmup_steps,
+            decay_steps=self.decay_steps,
+            final_fraction=self.final_fraction,
+        )
 
 
 @dataclass(frozen=True)
@@ -295,9 +209,13 @@ class Train:
             log_every=self.log_every,
         )
         require_choice("train", remat=(self.remat, ("none", "dots", "full")))
-        for name in ("seed", "z_loss", "eval_every", "eval_rows"):
-            value = getattr(self, name)
-            require(value >= 0, f"train.{name} is {value}; it must not be negative.")
+        require_not_negative(
+            "train",
+            seed=self.seed,
+            z_loss=self.z_loss,
+            eval_every=self.eval_every,
+            eval_rows=self.eval_rows,
+        )
 
 
 @dataclass(frozen=True)
@@ -399,8 +317,14 @@ def _build(kind: type, fields: dict[str, Any], **more: Any) -> Any:
         raise TypeError(f"{kind.__name__} has no {', '.join(sorted(missing))}")
     for name, value in fields.items():
         wanted = declared.get(name)
+        if dataclasses.is_dataclass(wanted):
+            more[name] = _build(wanted, value)
+        elif typing.get_origin(wanted) is tuple:
+            if not isinstance(value, list) or any(type(x) is not int for x in value):
+                raise TypeError(f"{kind.__name__}.{name} is {value!r}, not a list of integers")
+            more[name] = tuple(value)
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):
             continue
         if wanted in (int, float, str, bool) and type(value) is not wanted:
             raise TypeError(f"{kind.__name__}.{name} is {value!r}, not {wanted}")
-    return kind(**fields, **more)
+    return kind(**{**fields, **more})

@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vhajax.cache import LayerCache, Layout
 from vhajax.errors import UserError
 from vhajax.layers import compute_dtype
 from vhajax.sampling import GREEDY, Sampling, sample
 from vhajax.sharding import axis_for, reshard
-from vhajax.transformer import Transformer, unstacked
+from vhajax.transformer import Transformer, unstacked, windows
 
 
 @jax.tree_util.register_dataclass
@@ -29,19 +30,24 @@ from vhajax.transformer import Transformer, unstacked
 class Cache:
     """What decoding keeps: one cache a layer, and how many slots are live, once for all layers.
 
-    layers: a mechanism's own cache each. lengths: [B] int32.
+    layers: what each layer stores. lengths: [B] int32.
     """
 
-    layers: tuple[Any, ...]
+    layers: tuple[LayerCache, ...]
     lengths: jax.Array
 
 
-def init_cache(model: Transformer, batch: int, capacity: int) -> Cache:
-    """An empty cache for `batch` sequences of at most `capacity` tokens, in compute dtype."""
+def init_cache(
+    model: Transformer, batch: int, capacity: int, layout: Layout | None = None
+) -> Cache:
+    """An empty cache for `batch` sequences of at most `capacity` tokens, in compute dtype.
+
+    layout: see `cache.LayerCache`; the one that this backend reads best by default.
+    """
     if batch < 1 or capacity < 1:
         raise UserError(f"A cache of {batch} × {capacity} (batch × capacity) holds nothing.")
     dtype = compute_dtype(model.cfg)
-    layers = tuple(b.attention.init_cache(batch, capacity, dtype) for b in unstacked(model))
+    layers = tuple(b.attention.init_cache(batch, capacity, dtype, layout) for b in unstacked(model))
     return Cache(layers, jnp.zeros(batch, jnp.int32))
 
 
@@ -99,10 +105,14 @@ def _blocks(model: Transformer, tokens: jax.Array, cache: Cache, valid: jax.Arra
     positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     x = model.embed(tokens)
     layers = []
-    for block, layer_cache in zip(unstacked(model), cache.layers, strict=True):
-        attend = lambda layer, h, c=layer_cache: getattr(layer, form)(h, c, positions, valid)  # noqa: E731
-        x, layer_cache = block(x, attend)
-        layers.append(layer_cache)
+    stack = zip(unstacked(model), cache.layers, windows(model.cfg), strict=True)
+    for block, held, window in stack:
+
+        def attend(layer, h, held=held, window=window):
+            return getattr(layer, form)(h, held, positions, valid, window)
+
+        x, held = block(x, attend)
+        layers.append(held)
     lengths = cache.lengths + valid.sum(axis=1, dtype=jnp.int32)
     return x, Cache(tuple(layers), lengths)
 
@@ -120,7 +130,7 @@ def _shift_left(tokens: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _check_fits(tokens: jax.Array, cache: Cache) -> None:
-    capacity = jax.tree.leaves(cache.layers[0])[0].shape[1]
+    capacity = cache.layers[0].capacity
     if tokens.shape[1] > capacity:
         raise UserError(
             f"{tokens.shape[1]} prompt tokens do not fit a cache of {capacity}; "

@@ -10,6 +10,7 @@ import numpy as np
 from vhajax import checkpoint, config, runs, transformer
 from vhajax.attention.vha import fold_postmix, fold_premix
 from vhajax.errors import UserError
+from vhajax.mechanisms import Common
 from vhajax.sharding import with_arrays
 from vhajax.step import TrainState
 
@@ -35,18 +36,19 @@ def to_gqa(
         raise UserError(
             f"Only VHA folds to GQA and this model is {vha.summary()}; leave it as it is."
         )
-    gqa = config.GQA(
-        num_heads=vha.num_heads,
-        num_kv_heads=vha.num_kv_heads,
-        head_dim=vha.head_dim,
-        qk_norm=vha.qk_norm,
-        rope_theta=vha.rope_theta,
-    )
+    common = {f.name: getattr(vha, f.name) for f in dataclasses.fields(Common)}
+    gqa = config.GQA(num_heads=vha.num_heads, num_kv_heads=vha.num_kv_heads, **common)
     folded = dict(params)
     part = lambda name: folded.pop(f"blocks.attention.{name}")  # noqa: E731
-    premix, u, v = part("premix"), part("postmix_u"), part("postmix_v")
-    folded["blocks.attention.query"] = jax.jit(jax.vmap(fold_premix))(part("query"), premix)
-    folded["blocks.attention.out"] = jax.jit(jax.vmap(fold_postmix))(u, v, part("out"))
+    if vha.premix:
+        premix, bias = part("premix"), "blocks.attention.query_bias"
+        folded["blocks.attention.query"] = jax.jit(jax.vmap(fold_premix))(part("query"), premix)
+        if bias in folded:  # one more row of the projection
+            whole = jax.jit(jax.vmap(fold_premix))(folded[bias][:, None], premix)
+            folded[bias] = whole[:, 0]
+    if vha.rank:
+        u, v = part("postmix_u"), part("postmix_v")
+        folded["blocks.attention.out"] = jax.jit(jax.vmap(fold_postmix))(u, v, part("out"))
     return dataclasses.replace(model, attention=gqa), folded
 
 

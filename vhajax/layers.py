@@ -40,9 +40,14 @@ def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float) -> jax.Array:
 
     Source: Zhang & Sennrich 2019 (arXiv 1910.07467), eq. 4.
     """
-    wide = x.astype(jnp.float32)
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    normed = x.astype(jnp.float32) * inverse_rms(x, eps)
     return (normed if scale is None else normed * scale).astype(x.dtype)
+
+
+def inverse_rms(x: jax.Array, eps: float) -> jax.Array:
+    """1 / √(mean x² + eps) over the last axis, which is kept with size 1; float32."""
+    wide = x.astype(jnp.float32)
+    return jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 
 
 class RMSNorm(nnx.Module):

@@ -171,7 +171,8 @@ def head_axes(num_heads: int, num_kv_heads: int) -> tuple[str | None, str | None
     group, mine = num_heads // num_kv_heads, num_heads // shards
     if num_kv_heads % shards == 0:
         return "model", "model"
-    axis_for("model", num_kv_heads)  # warns
+    if num_kv_heads > 1:
+        axis_for("model", num_kv_heads)  # warns
     return ("model", None) if group % mine == 0 else (None, None)
 
 

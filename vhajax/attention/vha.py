@@ -4,13 +4,15 @@ Form and initialisation follow the authors' code (PaddlePaddle/PaddleFleet, `Sel
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from vhajax import config
-from vhajax.attention.gqa import HEADS, GQAttention
-from vhajax.layers import ACTIVATIONS, normal
+from vhajax.attention.base import HEADS
+from vhajax.attention.gqa import GQAttention
+from vhajax.layers import normal
 from vhajax.sharding import Matrix, einsum, gathered, reshard, weight
 
 
@@ -22,21 +24,30 @@ class VHAttention(GQAttention):
     QK-norm acts after Premix: a norm between W_Q and W would make the fold inexact.
     """
 
-    def _init_query(self, D: int, key: jax.Array) -> None:
-        cfg = self.cfg
-        assert isinstance(cfg, config.VHA)
+    def _init_query(self, model: config.Model, q_dim: int, key: jax.Array) -> None:
+        cfg, D = self.vha, model.dim
         query_key, premix_key, postmix_key = jax.random.split(key, 3)
         P, K, N = cfg.num_physical_heads, cfg.num_kv_heads, cfg.num_heads
-        Q, H = cfg.q_dim, cfg.head_dim
-        self.query = weight(normal(query_key, (D, P, Q), D), ("data", "model", None))
-        self.premix = weight(init_premix(premix_key, K, Q, H), (None, None, None), matrix=Matrix(1))
-        u = 0.01 * jax.random.normal(postmix_key, (N, cfg.rank))
-        self.postmix_u = weight(u, ("model", None))
-        self.postmix_v = weight(jnp.zeros((N, cfg.rank)), ("model", None))
+        self.query = weight(normal(query_key, (D, P, cfg.q_dim), D), ("data", "model", None))
+        self._init_bias("query_bias", (P, cfg.q_dim))
+        if cfg.premix:
+            premix = init_premix(premix_key, K, cfg.q_dim, q_dim)
+            self.premix = weight(premix, (None, None, None), matrix=Matrix(1))
+        if cfg.rank:
+            u = 0.01 * jax.random.normal(postmix_key, (N, cfg.rank))
+            self.postmix_u = weight(u, ("model", None))
+            self.postmix_v = weight(jnp.zeros((N, cfg.rank)), ("model", None))
+
+    @property
+    def vha(self) -> config.VHA:
+        assert isinstance(self.cfg, config.VHA)
+        return self.cfg
 
     def queries(self, x: jax.Array) -> jax.Array:
         """Virtual queries Q[k·P + p] = q[p] W[k]: [B, T, D] → [B, T, N, H]."""
-        physical = einsum("BTD,DPQ->BTPQ", x, gathered(self.query, x.dtype), out=HEADS)
+        physical = self.heads(x, "query")
+        if not self.vha.premix:
+            return physical
         # Every KV group reads every physical head.
         physical = reshard(physical, ("data", "context", None, None))
         premix = gathered(self.premix, x.dtype)
@@ -45,15 +56,16 @@ class VHAttention(GQAttention):
         B, T, K, P, H = virtual.shape
         return reshard(virtual.reshape(B, T, K * P, H), HEADS)
 
-    def output(self, o: jax.Array) -> jax.Array:
-        """Σ_h Σ_j o[h] M[j, h] W_O[j] with M = I + V Uᵀ: [B, T, N, H] → [B, T, D].
+    def output_weight(self, dtype: Any) -> jax.Array:
+        """M W_O with M = I + V Uᵀ: Σ_h o[h] M[j, h] W_O[j] summed over j, [N, H_v, D].
 
         Postmix is linear, so W_O takes it: N²·H·D multiply-adds a step instead of N²·H/2 (at rank
         N/4) a token, less from 2·D tokens on, and no activation of its own to keep.
         """
+        if not self.vha.rank:
+            return gathered(self.out, dtype)
         mixed = fold_postmix(self.postmix_u[...], self.postmix_v[...], self.out[...])
-        mixed = reshard(mixed.astype(o.dtype), ("model", None, None))
-        return einsum("BTNH,NHD->BTD", o, mixed, out=ACTIVATIONS)
+        return reshard(mixed.astype(dtype), ("model", None, None))
 
 
 def init_premix(key: jax.Array, K: int, Q: int, H: int) -> jax.Array:
