@@ -165,6 +165,7 @@ def columns(arrays: Sequence[jax.Array], row: CacheRow) -> list[jax.Array]:
 def placements(cache: LayerCache, num_heads: int) -> list[tuple[str | None, ...]]:
     """How the arrays lie, and the scales if there are any."""
     batch = axis_for("data", cache.arrays[0].shape[0])
+    places: list[tuple[str | None, ...]]
     if cache.layout == "rows":
         places = [(batch, None, _row_axis(cache.row, num_heads))]
     else:

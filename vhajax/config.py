@@ -315,16 +315,19 @@ def _build(kind: type, fields: dict[str, Any], **more: Any) -> Any:
     missing = declared.keys() - fields.keys() - more.keys()
     if missing:  # today's default may not be the one of the day it was written
         raise TypeError(f"{kind.__name__} has no {', '.join(sorted(missing))}")
-    for name, value in fields.items():
-        wanted = declared.get(name)
-        if dataclasses.is_dataclass(wanted):
-            more[name] = _build(wanted, value)
-        elif typing.get_origin(wanted) is tuple:
-            if not isinstance(value, list) or any(type(x) is not int for x in value):
-                raise TypeError(f"{kind.__name__}.{name} is {value!r}, not a list of integers")
-            more[name] = tuple(value)
-        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-            continue
-        if wanted in (int, float, str, bool) and type(value) is not wanted:
-            raise TypeError(f"{kind.__name__}.{name} is {value!r}, not {wanted}")
-    return kind(**{**fields, **more})
+    built = {n: _read(f"{kind.__name__}.{n}", declared.get(n), x) for n, x in fields.items()}
+    return kind(**built, **more)
+
+
+def _read(name: str, wanted: Any, value: Any) -> Any:
+    """A field's value from JSON."""
+    if dataclasses.is_dataclass(wanted) and isinstance(wanted, type):
+        return _build(wanted, value)
+    if typing.get_origin(wanted) is tuple:
+        if not isinstance(value, list) or any(type(x) is not int for x in value):
+            raise TypeError(f"{name} is {value!r}, not a list of integers")
+        return tuple(value)
+    whole = wanted is float and type(value) is int
+    if wanted in (int, float, str, bool) and type(value) is not wanted and not whole:
+        raise TypeError(f"{name} is {value!r}, not {wanted}")
+    return value

@@ -11,7 +11,6 @@ The cache is donated: after a call only the returned one may be used.
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp

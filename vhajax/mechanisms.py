@@ -1,9 +1,9 @@
 """Configurations of the attention mechanisms, and the row that each caches.
 
 No JAX here: `vhajax -h`, refusals and the arithmetic of cache sizes answer at once.
-Dimension letters: B batch, T query positions, S cached positions, D width, N query heads, P physical
-query heads, K KV heads, G = N/K group, H head dim, Q physical query head dim, R rank, C latent
-width, F FFN width, L layers, V vocabulary.
+Dimension letters: B batch, T query positions, S cached positions, D width, N query heads,
+P physical query heads, K KV heads, G = N/K group, H head dim, Q physical query head dim, R rank,
+C latent width, F FFN width, L layers, V vocabulary.
 """
 
 import math
@@ -314,8 +314,8 @@ class VHA(Common):
             )
             require(
                 self.num_physical_heads % self.num_kv_heads == 0,
-                f"attention.num_physical_heads is {self.num_physical_heads}; without Premix it must "
-                f"be a multiple of attention.num_kv_heads = {self.num_kv_heads}.",
+                f"attention.num_physical_heads is {self.num_physical_heads}; without Premix it "
+                f"must be a multiple of attention.num_kv_heads = {self.num_kv_heads}.",
             )
         require(
             -1 <= self.postmix_rank <= self.num_heads,

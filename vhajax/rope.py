@@ -13,6 +13,7 @@ import numpy as np
 
 from vhajax.mechanisms import RopeScaling
 
+UNSCALED = RopeScaling()
 SPLIT = 1024  # positions are split into hi·1024 + lo, so that fractions are multiplied by little
 
 
@@ -60,7 +61,7 @@ def phases(
 
 
 def rotate(
-    x: jax.Array, positions: jax.Array, theta: float, scaling: RopeScaling = RopeScaling()
+    x: jax.Array, positions: jax.Array, theta: float, scaling: RopeScaling = UNSCALED
 ) -> jax.Array:
     """Rotates each pair (x[i], x[i + H/2]) by its phase.
 

@@ -51,13 +51,14 @@ class Attention(nnx.Module):
 
     def _init_query(self, model: config.Model, q_dim: int, key: jax.Array) -> None:
         """[D, N, H], or through a latent [D, C_q] and its norm."""
-        width, latent = model.dim, getattr(self.cfg, "query_latent_dim", 0)
-        if latent:
+        cfg, width = self.cfg, model.dim
+        if isinstance(cfg, config.MLA | config.MFA) and cfg.query_latent_dim:
             down_key, key = jax.random.split(key)
-            self.query_latent = weight(normal(down_key, (width, latent), width), ("data", None))
-            self.query_latent_norm = RMSNorm(latent, self.cfg.latent_norm, model.norm_eps)
-            width = latent
-        shape = (width, self.cfg.num_heads, q_dim)
+            shape = (width, cfg.query_latent_dim)
+            self.query_latent = weight(normal(down_key, shape, width), ("data", None))
+            width = cfg.query_latent_dim
+            self.query_latent_norm = RMSNorm(width, cfg.latent_norm, model.norm_eps)
+        shape = (width, cfg.num_heads, q_dim)
         self.query = weight(normal(key, shape, width), ("data", "model", None))
         self._init_bias("query_bias", shape[1:])
 
@@ -102,7 +103,7 @@ class Attention(nnx.Module):
         raise NotImplementedError
 
     def expand(self, made: Any, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [B, T, N, ·], keys [B, T, K, ·] and values [B, T, K, H_v] of the training form."""
+        """Queries [B, T, N, ·], keys [B, T, K, ·], values [B, T, K, H_v] of the training form."""
         raise NotImplementedError
 
     def store(self, made: Any, positions: jax.Array) -> Stored:

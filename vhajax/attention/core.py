@@ -165,7 +165,7 @@ def read(
 
 
 def scores(q: jax.Array, keys: jax.Array) -> jax.Array:
-    """q · k in float32: [B, N, T, H], [B, K, H, S] → [B, N, T, S]; head n reads key n // (N / K)."""
+    """q · k in float32: [B, N, T, H], [B, K, H, S] → [B, N, T, S]; head n reads n // (N / K)."""
     B, N, T, H = q.shape
     K = keys.shape[1]
     grouped = q.reshape(B, K, N // K * T, H).astype(jnp.float32)
@@ -179,7 +179,7 @@ def softmax(logits: jax.Array, mask: jax.Array, cap: float) -> jax.Array:
 
 
 def mix(weights: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Weighted sums in float32: [B, N, T, S], [B, K, H, S] → [B, N, T, H]; masked slots add nothing.
+    """Weighted sums in float32: [B, N, T, S], [B, K, H, S] → [B, N, T, H], masked slots left out.
 
     0 · NaN is NaN. A copy with zeros in masked slots costs more than the sum itself, so it is made
     only if the sum is not finite.

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from vhajax import config
 from vhajax.attention.base import HEADS, Attention, Stored
@@ -32,10 +33,10 @@ class Factors(NamedTuple):
 class LRKVAttention(Attention):
     """W_n = W_shared + U_n B_nᵀ for keys and for values.
 
-    key, value [D, H]; key_down, value_down U [N, D, R]; key_up, value_up B [N, R, H]. Training forms
-    the keys of all heads; the cache holds k_s, v_s and the latents z = x U. QK-norm acts on the sum
-    k_s + B z: its inverse RMS is stored in float32, its weight γ goes into the stored k_s and into
-    B, before any rotation.
+    key, value [D, H]; key_down, value_down U [N, D, R]; key_up, value_up Bᵀ [N, R, H]. Training
+    forms the keys of all heads; the cache holds k_s, v_s and the latents z = x U. QK-norm acts on
+    the sum k_s + B z: its inverse RMS is stored in float32 (as QK-Normed MLA does for a latent),
+    its weight γ goes into the stored k_s and into B, before any rotation.
 
     U and B keep heads in front so that Muon orthogonalises one head's D × R factor at a time: side
     by side, N·R columns would be made orthogonal to each other across heads, which need not differ,
@@ -62,6 +63,9 @@ class LRKVAttention(Attention):
         assert isinstance(self.cfg, config.LRKV)
         return self.cfg
 
+    def _factor(self, name: str) -> nnx.Param:
+        return getattr(self, name)
+
     def _shared(self, x: jax.Array, name: str) -> jax.Array:
         y = einsum("BTD,DH->BTH", x, gathered(getattr(self, name), x.dtype), out=ACTIVATIONS)
         return y + gathered(getattr(self, f"{name}_bias"), x.dtype) if self.cfg.qkv_bias else y
@@ -69,7 +73,7 @@ class LRKVAttention(Attention):
     def _latents(self, x: jax.Array, name: str) -> jax.Array | None:
         if not self.lrkv.rank:
             return None
-        down = gathered(getattr(self, f"{name}_down"), x.dtype)
+        down = gathered(self._factor(f"{name}_down"), x.dtype)
         return einsum("BTD,NDR->BTNR", x, down, out=HEADS)
 
     def project(self, x: jax.Array, positions: jax.Array) -> Factors:
@@ -81,7 +85,7 @@ class LRKVAttention(Attention):
         return Factors(q, *shared, self._latents(x, "key"), self._latents(x, "value"))
 
     def _residual(self, latents: jax.Array, name: str) -> jax.Array:
-        up = gathered(getattr(self, f"{name}_up"), latents.dtype)
+        up = gathered(self._factor(f"{name}_up"), latents.dtype)
         return einsum("BTNR,NRH->BTNH", latents, up, out=HEADS)
 
     def expand(self, made: Factors, positions: jax.Array):
@@ -139,8 +143,8 @@ class LRKVAttention(Attention):
         """γ B^K and B^V, [N, R, ·] float32."""
         if not self.lrkv.rank:
             return ()
-        key_up = gathered(self.key_up, jnp.float32) * self._key_scale()
-        return key_up, gathered(self.value_up, jnp.float32)
+        key_up, value_up = (gathered(self._factor(n), jnp.float32) for n in ("key_up", "value_up"))
+        return key_up * self._key_scale(), value_up
 
     def decode(self, q, parts, scales, mask, *factors) -> jax.Array:
         """Associative: q k_s + (q B^K) z^K, and a v_s + (a z^V) B^V.

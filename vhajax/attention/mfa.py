@@ -1,4 +1,4 @@
-"""Multi-matrix Factorization Attention (arXiv 2412.19255): low-rank queries over one wide KV head."""
+"""Multi-matrix Factorization Attention (arXiv 2412.19255): low-rank queries, one wide KV head."""
 
 from vhajax.attention.gqa import GQAttention
 
