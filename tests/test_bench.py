@@ -8,7 +8,7 @@ from vhajax import cli
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["train", "decode", "compile"])
+@pytest.mark.parametrize("what", ["train", "decode", "generate", "compile"])
 def test_each_benchmark_prints_rows(what, capsys):
     assert cli.main(["bench", what, "--rounds", "1", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]

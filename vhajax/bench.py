@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vhajax import config, decode, sharding, step, transformer
+from vhajax.attention import build
 from vhajax.inference import decoder
 
 Row = dict[str, Any]
@@ -61,6 +62,63 @@ def _train_case(vocab: int) -> Callable[[], Any]:
 
 
 def bench_decode(rounds: int) -> list[Row]:
+    """One layer's decode step over a full cache, batch 1, N 16, H 128, against reading its bytes.
+
+    The floor is the bytes of cache and weights over the read bandwidth, measured in the same rounds
+    as the best XLA sum over 1 GiB. The layer has a width of 128, so that its cache is nearly all of
+    its bytes. over_mha: time over that of MHA in float32 at the same context.
+    """
+    common: dict[str, Any] = {"head_dim": 128, "num_heads": 16}
+    mechanisms: dict[str, config.Attention] = {
+        "MHA": config.GQA(num_kv_heads=16, **common),
+        "GQA-2": config.GQA(num_kv_heads=2, **common),
+        "LRKV R 64 none": config.LRKV(rank=64, position="none", **common),
+        "LRKV R 64 full": config.LRKV(rank=64, position="full", **common),
+        "MLA C 512 + 64": config.MLA(latent_dim=512, rope_dim=64, **common),
+    }
+    rows = []
+    for context in (8192, 32_768):
+        cases: dict[str, Callable[[], Any]] = {"read 1 GiB": _read_case()}
+        sizes = {}
+        for dtype in ("float32", "bfloat16"):
+            for name, attention in mechanisms.items():
+                case = f"{name}, {context // 1024}k, {dtype}"
+                cases[case], sizes[case] = _layer_case(attention, context, dtype)
+        times = _interleaved(cases, rounds)
+        bandwidth = 2**30 / times.pop("read 1 GiB")
+        base = times[f"MHA, {context // 1024}k, float32"]
+        for name, seconds in times.items():
+            floor = sizes[name] / bandwidth
+            row: Row = {"case": name, "ms": round(1e3 * seconds, 2)}
+            row |= {"floor_ms": round(1e3 * floor, 2), "of_floor": round(floor / seconds, 3)}
+            row |= {"over_mha": round(seconds / base, 3)}
+            rows.append(row | {"read_GB_per_s": round(bandwidth / 1e9, 1)})
+    return rows
+
+
+def _layer_case(
+    attention: config.Attention, context: int, dtype: str
+) -> tuple[Callable[[], Any], int]:
+    """A step that appends to a full cache but for one slot and reads it, and its bytes."""
+    model = config.Model(dim=128, attention=attention, norm="weightless")
+    layer = build(model, jax.random.key(0))
+    held = layer.init_cache(1, context, jnp.dtype(dtype))
+    fill = jax.jit(lambda c: jax.tree.map(lambda x: x + 0.01, c), donate_argnums=0)
+    held = fill(held)
+    size = sum(x.nbytes for x in jax.tree.leaves((held, sharding.named_arrays(layer))))
+    x = jnp.ones((1, 1, 128), jnp.dtype(dtype))
+    last, valid = jnp.full((1, 1), context - 1, jnp.int32), jnp.ones((1, 1), bool)
+    step = jax.jit(lambda layer, x, held: layer.extend(x, held, last, valid), donate_argnums=2)
+
+    def run() -> jax.Array:
+        nonlocal held
+        out, held = step(layer, x, held)
+        return out
+
+    return run, size
+
+
+def bench_generate(rounds: int) -> list[Row]:
     """Decode tokens/s of the demo's models at batch 1 and 8, 64 tokens after a prompt of 64.
 
     The floor is the bytes of the weights over the read bandwidth, measured in the same rounds as

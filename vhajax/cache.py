@@ -109,7 +109,8 @@ def append(
         axis = part_axis(scales.shape[2], num_heads)
         wide, new = cache.scales[:, :, None], scales[..., None]
         scales = _append_column(wide, new, slots, axis)[:, :, 0]
-    return LayerCache(tuple(arrays), scales, cache.row)
+    # Without it XLA writes the token once for every reader, each time into a copy of the cache.
+    return jax.lax.optimization_barrier(LayerCache(tuple(arrays), scales, cache.row))
 
 
 def _append_rows(

@@ -21,6 +21,8 @@ vhajax: train, fold and decode language models whose attention keeps the KV cach
   vhajax eval RUN              held-out cross-entropy and bits per byte
   vhajax generate RUN          continue a prompt (--prompt TEXT, or standard input)
   vhajax fold RUN --out RUN2   Virtual Head Attention → the GQA model that it equals
+  vhajax convert RUN --to …    as GQA, MHA, LRKV or VHA: equal, or a start for training
+  vhajax cost EXPERIMENT       parameters, FLOPs and cache bytes, without running anything
   vhajax data prepare PATH …   text, .gz, .jsonl or .parquet → rows for training
   vhajax bench train|decode    measure this machine
 
@@ -75,6 +77,8 @@ def _dispatch(command: str, args: list[str]) -> int:
         "eval": _eval,
         "generate": _generate,
         "fold": _fold,
+        "convert": _convert,
+        "cost": _cost,
         "data": _data,
         "bench": _bench,
     }
@@ -257,6 +261,96 @@ def _fold(args: list[str]) -> int:
     return 0
 
 
+def _cost(args: list[str]) -> int:
+    parser = _parser(
+        "cost",
+        "Parameters, FLOPs and cache bytes from a configuration alone.",
+        epilog="Fields are overridden as in `vhajax train EXPERIMENT -h`.",
+    )
+    parser.add_argument("experiment", nargs="?", help="a path, or a bare name in experiments/")
+    parser.add_argument("--compare", nargs="+", metavar="EXPERIMENT", help="several side by side")
+    parser.add_argument(
+        "--budget",
+        type=int,
+        metavar="BYTES",
+        help="with --compare: choose the largest R, C or K whose logical cache fits into so many "
+        "bytes a token over all layers",
+    )
+    parser.add_argument("--context", type=int, metavar="L", help="tokens (default: a row's)")
+    parser.add_argument("--batch", type=int, default=1, metavar="B")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    overrides, plain = _split_overrides(args)
+    options = parser.parse_args(plain)
+    if bool(options.experiment) == bool(options.compare):
+        raise UserError(
+            "cost needs one EXPERIMENT, or --compare with several; see `vhajax cost -h`."
+        )
+    if options.budget is not None and not options.compare:
+        raise UserError(f"--budget is {options.budget}, but there is no --compare; add it.")
+    from vhajax import cost
+    from vhajax import experiment as experiments
+
+    reports = []
+    for name in options.compare or [options.experiment]:
+        found = experiments.override(experiments.load(name), overrides, f"vhajax train {name}")
+        model = found.model
+        if options.budget is not None:
+            model = cost.fit(model, options.budget, cost.ITEMSIZE[options.dtype])
+        context = found.data.seq_len if options.context is None else options.context
+        values = cost.report(model, context, options.batch, options.dtype)
+        reports.append({"experiment": name, **values})
+    if options.compare:
+        whole = {"budget": options.budget, "models": reports}
+        _emit(options.json, whole, cost.compare(reports))
+    else:
+        _emit(options.json, reports[0], cost.describe(reports[0]))
+    return 0
+
+
+def _convert(args: list[str]) -> int:
+    parser = _parser(
+        "convert", "Write a run's model as another mechanism, as a run (weights only)."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--out", type=Path, required=True, metavar="RUN2")
+    parser.add_argument("--to", required=True, choices=("gqa", "mha", "lrkv", "vha"))
+    parser.add_argument("--kv-heads", type=int, metavar="K", help="of gqa and vha")
+    parser.add_argument(
+        "--rank", type=int, metavar="R", help="of lrkv; of vha's Postmix (default: N/4)"
+    )
+    parser.add_argument(
+        "--calibrate", action="store_true", help="fit merged KV heads on training rows"
+    )
+    parser.add_argument("--rows", type=int, default=64, help="how many (default: 64)")
+    parser.add_argument(
+        "--eval-rows", type=int, default=32, help="held-out rows before and after (0: none)"
+    )
+    parser.add_argument("--data", help="another prepared folder with the same tokenizer")
+    options = parser.parse_args(args)
+    if options.rows < 1 or options.eval_rows < 0:
+        raise UserError(
+            f"--rows is {options.rows} and --eval-rows {options.eval_rows}; "
+            "the first must be at least 1 and the second at least 0."
+        )
+    from vhajax import runs
+
+    runs.read_config(options.run)
+    from vhajax import convert
+
+    request = convert.Request(
+        options.to,
+        options.kv_heads,
+        options.rank,
+        options.rows if options.calibrate else 0,
+        options.eval_rows,
+        options.data,
+    )
+    report = convert.convert_run(options.run, options.out, request)
+    values = {"run": str(options.run), "out": str(options.out), **convert.values(report)}
+    _emit(options.json, values, f"{options.out}: {convert.text(report)}")
+    return 0
+
+
 def _data(args: list[str]) -> int:
     if not args or args[0] != "prepare":
         if not args or args[0] in ("-h", "--help"):
@@ -308,7 +402,7 @@ def _data(args: list[str]) -> int:
 
 def _bench(args: list[str]) -> int:
     parser = _parser("bench", "Measure this machine; medians, interleaved.")
-    parser.add_argument("what", choices=("train", "decode", "compile"))
+    parser.add_argument("what", choices=("train", "decode", "generate", "compile"))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(args)
     if options.rounds < 1:

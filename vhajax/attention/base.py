@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from vhajax import cache, config
-from vhajax.attention.core import Window, attend, read
+from vhajax.attention.cached import read
+from vhajax.attention.core import Window, attend
 from vhajax.cache import LayerCache, Layout
 from vhajax.layers import ACTIVATIONS, RMSNorm, normal
 from vhajax.rope import rotate
@@ -110,7 +111,7 @@ class Attention(nnx.Module):
         raise NotImplementedError
 
     def decode(self, q, parts, scales, mask, *weights) -> jax.Array:
-        """See `core.read`: attention over stored parts, without forming keys of all heads."""
+        """See `cached.read`: attention over stored parts, without forming keys of all heads."""
         raise NotImplementedError
 
     def decode_weights(self) -> tuple[jax.Array, ...]:

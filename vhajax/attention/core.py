@@ -1,26 +1,18 @@
-"""Softmax attention: one function for training, and what reading a cache needs.
+"""Softmax attention over whole rows of tokens, for training and prefill.
 
 Mechanisms give queries, keys and values; this file masks, normalises and shards.
 """
 
 import math
-from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from vhajax.cache import LayerCache, columns, placements
-from vhajax.mechanisms import RopeScaling
-from vhajax.rope import phases
-from vhajax.sharding import axis_for, head_axes, local, platform
+from vhajax.sharding import axis_for, head_axes, local, platform, reshard
 
 HIGHEST = jax.lax.Precision.HIGHEST
-TILE = 512  # slots whose rotated queries or keys exist at one time
 
 Window = jax.Array | int | None
-
-
-# ------------------------------------------------------------------ training
 
 
 def attend(
@@ -50,7 +42,7 @@ def attend(
 
     def run(q, k, v, mask):
         if q_axis != kv_axis:
-            k, v = (_own_heads(x, 2, q.shape[2], num_heads) for x in (k, v))
+            k, v = (own_heads(x, 2, q.shape[2], num_heads) for x in (k, v))
         if on_cpu:
             return attend_reference(q, k, v, mask, scale=scale, cap=cap)
         import tokamax  # 7 s to import: only where its kernels run
@@ -59,7 +51,7 @@ def attend(
             q, k, v, mask=mask[:, None], scale=scale, is_causal=True, logits_soft_cap=cap or None
         )
 
-    mask = document_mask(segments, window)
+    mask = document_mask(reshard(segments, (batch, None)), window)
     places = [heads, kv_heads, kv_heads, (batch, None, None)]
     return local(run, places, heads)(q, k, v, mask)
 
@@ -67,11 +59,11 @@ def attend(
 def document_mask(segments: jax.Array, window: Window = None) -> jax.Array:
     """[B, T] segment ids → [B, T, T] bool: same segment, key not after query nor out of window."""
     slots = jnp.arange(segments.shape[1])
-    seen = _within(slots[:, None], slots, window)
+    seen = within(slots[:, None], slots, window)
     return seen & (segments[:, :, None] == segments[:, None, :])
 
 
-def _within(query: jax.Array, key: jax.Array, window: Window) -> jax.Array:
+def within(query: jax.Array, key: jax.Array, window: Window) -> jax.Array:
     """Whether a query's position sees a key's."""
     behind = query - key
     if window is None:
@@ -114,138 +106,7 @@ def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
     return cap * jnp.tanh(logits / cap) if cap else logits
 
 
-# ------------------------------------------------------------------ reading a cache
-
-
-def read(
-    form: Callable[..., jax.Array],
-    q: jax.Array,
-    cache: LayerCache,
-    positions: jax.Array,
-    live: jax.Array,
-    window: Window = None,
-    weights: Sequence[jax.Array] = (),
-) -> jax.Array:
-    """Attention over a cache that already holds the new tokens, on each device's heads.
-
-    Args:
-      form: (q [B, N, T, H], parts [B, heads, width, S] each, inverse RMS [B, N, 1, S] or None,
-        mask [B, 1, T, S], *weights) → [B, N, T, H_v] float32: the mechanism's decode.
-      q: [B, T, N, H], a head's queries side by side if it has several.
-      positions: [B, T] int32; a query sees slots up to its own.
-      live: [B] int32 slots in use; what lies behind them cannot matter.
-      window: slots that a query sees, its own included; None or 0: all.
-      weights: [N, …] each, split as the query heads are.
-    Returns:
-      [B, T, N, H_v] in q's dtype.
-    """
-    N, capacity, row = q.shape[2], cache.capacity, cache.row
-    total = [row.groups * heads for heads, _ in row.parts]
-    q_axis, _ = head_axes(N, max(total))
-    batch, scaled = axis_for("data", q.shape[0]), cache.scales is not None
-
-    def run(q, positions, live, *rest):
-        arrays, rest = rest[: len(cache.arrays)], rest[len(cache.arrays) :]
-        scales, rest = (rest[0][:, :, None], rest[1:]) if scaled else (None, rest)
-        parts = [
-            _own_heads(part, 1, q.shape[2], N) if q_axis and part.shape[1] == all_heads else part
-            for part, all_heads in zip(columns(arrays, row), total, strict=True)
-        ]
-        slots = jnp.arange(capacity)
-        mask = _within(positions[..., None], slots, window) & (slots < live[:, None, None])
-        # A row with no live slot sees slot 0 rather than nothing; its output is not used.
-        mask |= (slots == 0) & ~mask.any(axis=-1, keepdims=True)
-        return form(q.swapaxes(1, 2), parts, scales, mask[:, None], *rest).swapaxes(1, 2)
-
-    held = [*cache.arrays, *([cache.scales] if scaled else [])]
-    heads = (batch, None, q_axis, None)
-    own = [(q_axis, *[None] * (w.ndim - 1)) for w in weights]
-    places = [heads, (batch, None), (batch,), *placements(cache, N), *own]
-    return local(run, places, heads)(q, positions, live, *held, *weights).astype(q.dtype)
-
-
-def scores(q: jax.Array, keys: jax.Array) -> jax.Array:
-    """q · k in float32: [B, N, T, H], [B, K, H, S] → [B, N, T, S]; head n reads n // (N / K)."""
-    B, N, T, H = q.shape
-    K = keys.shape[1]
-    grouped = q.reshape(B, K, N // K * T, H).astype(jnp.float32)
-    out = jnp.einsum("BKMH,BKHS->BKMS", grouped, keys.astype(jnp.float32), precision=HIGHEST)
-    return out.reshape(B, N, T, -1)
-
-
-def softmax(logits: jax.Array, mask: jax.Array, cap: float) -> jax.Array:
-    """Weights in float32: [B, N, T, S] scaled logits, [B, 1, T, S] bool → [B, N, T, S]."""
-    return jax.nn.softmax(jnp.where(mask, soft_cap(logits, cap), -jnp.inf), axis=-1)
-
-
-def mix(weights: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Weighted sums in float32: [B, N, T, S], [B, K, H, S] → [B, N, T, H], masked slots left out.
-
-    0 · NaN is NaN. A copy with zeros in masked slots costs more than the sum itself, so it is made
-    only if the sum is not finite.
-    """
-    B, N, T, S = weights.shape
-    K = values.shape[1]
-    grouped = weights.reshape(B, K, N // K * T, S)
-
-    def total(values: jax.Array) -> jax.Array:
-        values = values.astype(jnp.float32)
-        return jnp.einsum("BKMS,BKHS->BKMH", grouped, values, precision=HIGHEST)
-
-    def masked() -> jax.Array:
-        return total(jnp.where(mask.any(axis=2)[:, :, None], values, 0))
-
-    plain = total(values)
-    out = jax.lax.cond(jnp.isfinite(plain).all(), lambda: plain, masked)
-    return out.reshape(B, N, T, -1)
-
-
-def rotated_scores(
-    q: jax.Array, latents: jax.Array, up: jax.Array, theta: float, scaling: RopeScaling
-) -> jax.Array:
-    """q · P_s(B z_s) for every slot s, in float32, where P_s rotates by RoPE at position s.
-
-    Args:
-      q: [B, N, T, H], already rotated.
-      latents: [B, N or 1, R, S] z, never rotated.
-      up: [N, R, H] B, one a head.
-    Returns:
-      [B, N, T, S].
-
-    RoPE does not commute with B, so latents cannot be stored rotated. For one query a head the sum
-    is turned round: q · P_s B z = Σ_ρ z_ρ (t_s · A)_ρ with t_s = [cos sθ | sin sθ] and
-    A = [q₁B₁ + q₂B₂; q₂B₁ − q₁B₂] (halves of H), so that no key is formed. For more queries keys
-    of one tile of slots at a time are formed and rotated.
-    """
-    B, N, T, H = q.shape
-    q, up = q.astype(jnp.float32), up.astype(jnp.float32)
-    S, half = latents.shape[-1], H // 2
-    low, high = up[..., :half], up[..., half:]
-    if T == 1:
-        first, second = q[:, :, 0, None, :half], q[:, :, 0, None, half:]
-        turned = jnp.concatenate([first * low + second * high, second * low - first * high], -1)
-
-    def tile(start: jax.Array, size: int) -> jax.Array:
-        z = jax.lax.dynamic_slice_in_dim(latents, start, size, axis=3).astype(jnp.float32)
-        cos, sin = phases(start + jnp.arange(size), H, theta, scaling)
-        if T == 1:
-            table = jnp.concatenate([cos, sin], axis=-1)
-            rotated = jnp.einsum("SF,BNRF->BNRS", table, turned, precision=HIGHEST)
-            return jnp.sum(rotated * z, axis=2)[:, :, None]
-        z = jnp.broadcast_to(z, (B, N, *z.shape[2:]))
-        x = jnp.einsum("BNRS,NRF->BNSF", z, low, precision=HIGHEST)
-        y = jnp.einsum("BNRS,NRF->BNSF", z, high, precision=HIGHEST)
-        keys = jnp.concatenate([x * cos - y * sin, y * cos + x * sin], axis=-1)
-        return jnp.einsum("BNTH,BNSH->BNTS", q, keys, precision=HIGHEST)
-
-    size = min(TILE, S)
-    tiles = jax.lax.map(lambda i: tile(i * size, size), jnp.arange(S // size))
-    out = jnp.moveaxis(tiles, 0, 3).reshape(B, N, T, -1)
-    rest = S % size
-    return jnp.concatenate([out, tile(jnp.int32(S - rest), rest)], axis=-1) if rest else out
-
-
-def _own_heads(x: jax.Array, axis: int, local_heads: int, num_heads: int) -> jax.Array:
+def own_heads(x: jax.Array, axis: int, local_heads: int, num_heads: int) -> jax.Array:
     """The heads that this device's query heads read, of an x that holds all heads."""
     group = num_heads // x.shape[axis]
     start = jax.lax.axis_index("model") * local_heads // group

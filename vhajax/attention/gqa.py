@@ -6,7 +6,7 @@ import jax
 
 from vhajax import config
 from vhajax.attention.base import Attention, Stored
-from vhajax.attention.core import mix, scores, softmax
+from vhajax.attention.cached import mix, scores, softmax
 from vhajax.layers import normal
 from vhajax.sharding import weight
 

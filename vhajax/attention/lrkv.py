@@ -9,7 +9,8 @@ from flax import nnx
 
 from vhajax import config
 from vhajax.attention.base import HEADS, Attention, Stored
-from vhajax.attention.core import HIGHEST, mix, rotated_scores, scores, softmax
+from vhajax.attention.cached import mix, rotated_scores, scores, softmax
+from vhajax.attention.core import HIGHEST
 from vhajax.layers import ACTIVATIONS, inverse_rms, normal
 from vhajax.sharding import Matrix, einsum, gathered, weight
 
@@ -149,8 +150,8 @@ class LRKVAttention(Attention):
     def decode(self, q, parts, scales, mask, *factors) -> jax.Array:
         """Associative: q k_s + (q B^K) z^K, and a v_s + (a z^V) B^V.
 
-        In position `full` the second term is `core.rotated_scores`, at N·R·H multiply-adds a cached
-        token instead of N·R. In `shared` it takes the query that was not rotated.
+        In position `full` the second term is `cached.rotated_scores`, at N·R·H multiply-adds a
+        cached token instead of N·R. In `shared` it takes the query that was not rotated.
         """
         cfg = self.lrkv
         q = q.astype(jnp.float32)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from vhajax import config
 from vhajax.attention.base import HEADS, Attention, Stored
-from vhajax.attention.core import HIGHEST, mix, rotated_scores, scores, softmax
+from vhajax.attention.cached import mix, rotated_scores, scores, softmax
+from vhajax.attention.core import HIGHEST
 from vhajax.layers import ACTIVATIONS, RMSNorm, inverse_rms, normal
 from vhajax.sharding import einsum, gathered, reshard, weight
 
@@ -113,7 +114,7 @@ class MLAttention(Attention):
     def decode(self, q, parts, scales, mask, key_up, value_up) -> jax.Array:
         """Absorbed: (q W_Kᵀ) c + q_r k_r, and (a c) W_V; c is never brought to H dimensions.
 
-        In position `full` by `core.rotated_scores`, at N·C·H multiply-adds a cached token.
+        In position `full` by `cached.rotated_scores`, at N·C·H multiply-adds a cached token.
         """
         cfg, latents = self.mla, parts[0]
         q = q.astype(jnp.float32)
