@@ -287,7 +287,7 @@ def _cost(args: list[str]) -> int:
         )
     if options.budget is not None and not options.compare:
         raise UserError(f"--budget is {options.budget}, but there is no --compare; add it.")
-    from vhajax import cost
+    from vhajax import cost, cost_report
     from vhajax import experiment as experiments
 
     reports = []
@@ -297,13 +297,13 @@ def _cost(args: list[str]) -> int:
         if options.budget is not None:
             model = cost.fit(model, options.budget, cost.ITEMSIZE[options.dtype])
         context = found.data.seq_len if options.context is None else options.context
-        values = cost.report(model, context, options.batch, options.dtype)
+        values = cost_report.report(model, context, options.batch, options.dtype)
         reports.append({"experiment": name, **values})
     if options.compare:
         whole = {"budget": options.budget, "models": reports}
-        _emit(options.json, whole, cost.compare(reports))
+        _emit(options.json, whole, cost_report.compare(reports))
     else:
-        _emit(options.json, reports[0], cost.describe(reports[0]))
+        _emit(options.json, reports[0], cost_report.describe(reports[0]))
     return 0
 
 

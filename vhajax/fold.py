@@ -1,7 +1,10 @@
 """Maps from a model to a model with the same function. Done in float32, tested by logits."""
 
 import dataclasses
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +17,19 @@ from vhajax.mechanisms import Common
 from vhajax.sharding import with_arrays
 from vhajax.step import TrainState
 
+Params = dict[str, Any]
+"""float32 arrays by path, layers stacked: `blocks.attention.*` [L, …]."""
+HEADS = "blocks.attention."
 
-def to_gqa(
-    model: config.Model, params: dict[str, jax.Array]
-) -> tuple[config.Model, dict[str, jax.Array]]:
+
+def common(attention: config.Attention) -> dict[str, Any]:
+    """The fields that every mechanism has, which no map changes."""
+    return {f.name: getattr(attention, f.name) for f in dataclasses.fields(Common)}
+
+
+def to_gqa(model: config.Model, params: Params) -> tuple[config.Model, Params]:
     """VHA → GQA with the same KV heads: Premix goes into W_Q, Postmix into W_O.
 
-    Args:
-      model: a VHA configuration.
-      params: float32 arrays by path, layers stacked: `blocks.attention.*` [L, …].
     Returns:
       The GQA configuration (N = K·P heads) and its parameters; same logits up to rounding.
     Raises:
@@ -36,20 +43,73 @@ def to_gqa(
         raise UserError(
             f"Only VHA folds to GQA and this model is {vha.summary()}; leave it as it is."
         )
-    common = {f.name: getattr(vha, f.name) for f in dataclasses.fields(Common)}
-    gqa = config.GQA(num_heads=vha.num_heads, num_kv_heads=vha.num_kv_heads, **common)
+    gqa = config.GQA(num_heads=vha.num_heads, num_kv_heads=vha.num_kv_heads, **common(vha))
     folded = dict(params)
-    part = lambda name: folded.pop(f"blocks.attention.{name}")  # noqa: E731
+    part = lambda name: folded.pop(f"{HEADS}{name}")  # noqa: E731
     if vha.premix:
-        premix, bias = part("premix"), "blocks.attention.query_bias"
-        folded["blocks.attention.query"] = jax.jit(jax.vmap(fold_premix))(part("query"), premix)
+        premix, bias = part("premix"), f"{HEADS}query_bias"
+        folded[f"{HEADS}query"] = jax.jit(jax.vmap(fold_premix))(part("query"), premix)
         if bias in folded:  # one more row of the projection
             whole = jax.jit(jax.vmap(fold_premix))(folded[bias][:, None], premix)
             folded[bias] = whole[:, 0]
     if vha.rank:
         u, v = part("postmix_u"), part("postmix_v")
-        folded["blocks.attention.out"] = jax.jit(jax.vmap(fold_postmix))(u, v, part("out"))
+        folded[f"{HEADS}out"] = jax.jit(jax.vmap(fold_postmix))(u, v, part("out"))
     return dataclasses.replace(model, attention=gqa), folded
+
+
+def lrkv_to_mha(model: config.Model, params: Params) -> tuple[config.Model, Params]:
+    """LRKV → MHA: W_n = W_shared + U_n B_nᵀ for keys and for values, every head the shared bias.
+
+    Raises:
+      UserError: its positions are not those that MHA has.
+
+    Source: LRKV (arXiv 2601.11471), the training form.
+    """
+    lrkv = model.attention
+    assert isinstance(lrkv, config.LRKV)
+    check_expands(lrkv)
+    N = lrkv.num_heads
+    mha = config.GQA(num_heads=N, num_kv_heads=N, **common(lrkv))
+    expanded = dict(params)
+    for name in ("key", "value"):
+        shared = np.asarray(params[f"{HEADS}{name}"], np.float64)
+        heads = np.repeat(shared[:, :, None], N, axis=2)
+        if lrkv.rank:
+            down, up = (
+                np.asarray(expanded.pop(f"{HEADS}{name}_{side}"), np.float64)
+                for side in ("down", "up")
+            )
+            heads += np.moveaxis(down @ up, 1, 2)  # [L, N, D, R] [L, N, R, H] → [L, D, N, H]
+        expanded[f"{HEADS}{name}"] = heads.astype(np.float32)
+        bias = f"{HEADS}{name}_bias"
+        if bias in expanded:
+            expanded[bias] = np.repeat(np.asarray(expanded[bias])[:, None], N, axis=1)
+    return dataclasses.replace(model, attention=mha), expanded
+
+
+def check_expands(lrkv: config.LRKV) -> None:
+    """Refuses positions that MHA lacks here; with no residual, `shared` rotates the whole key."""
+    if lrkv.position == "none" or (lrkv.position == "shared" and lrkv.rank):
+        raise UserError(
+            f"attention.position is {lrkv.position!r}, and MHA rotates whole keys here; only LRKV "
+            "with position 'full' has an MHA that equals it."
+        )
+
+
+def repeat_heads(
+    model: config.Model, params: Params, num_kv_heads: int
+) -> tuple[config.Model, Params]:
+    """GQA → GQA with a multiple of its KV heads (all of them is MHA): every head several times."""
+    gqa = model.attention
+    assert isinstance(gqa, config.GQA)
+    assert num_kv_heads % gqa.num_kv_heads == 0
+    repeated, times = dict(params), num_kv_heads // gqa.num_kv_heads
+    for name in ("key", "value", "key_bias", "value_bias"):
+        if (path := f"{HEADS}{name}") in params:
+            repeated[path] = np.repeat(np.asarray(params[path]), times, axis=-2)
+    wider = dataclasses.replace(gqa, num_kv_heads=num_kv_heads)
+    return dataclasses.replace(model, attention=wider), repeated
 
 
 def premix_drift(premix: jax.Array) -> tuple[float, float]:
@@ -75,27 +135,51 @@ def fold_run(run: Path, out: Path) -> float:
     Raises:
       UserError: the run is not VHA or has no sound checkpoint, or `out` exists.
     """
+    refuse_existing(out)
+    model, params = read_model(run)
+    folded = to_gqa(model, params)
+    write_model(run, out, *folded)
+    return logit_difference((model, params), folded)
+
+
+def refuse_existing(out: Path) -> None:
     if out.exists():
-        raise UserError(f"{out} exists; name a new folder for the folded model.")
-    experiment, newest = runs.read_config(run), checkpoint.latest(run)
-    shapes = transformer.init_shapes(experiment.model, None)
-    params = checkpoint.restore_params(run, newest, shapes)
-    model, folded = to_gqa(experiment.model, params)
-    runs.write_whole(out / runs.TOKENIZER, (run / runs.TOKENIZER).read_text(encoding="utf-8"))
-    special = run / runs.SPECIAL_TOKENS
-    if special.exists():
-        runs.write_whole(out / runs.SPECIAL_TOKENS, special.read_text(encoding="utf-8"))
-    target = dataclasses.replace(experiment, model=model)
-    saver = checkpoint.Checkpointer(out, target, keep=1)
-    saver.save(TrainState(folded, (), jnp.int32(newest)), weights_only=True)
-    saver.finish()
-    runs.write_whole(out / runs.CONFIG, config.to_json(target))  # last: now it is a run
-    return logit_difference((experiment.model, params), (model, folded))
+        raise UserError(f"{out} exists; name a new folder for the model.")
 
 
-def logit_difference(
-    one: tuple[config.Model, dict[str, jax.Array]], other: tuple[config.Model, dict[str, jax.Array]]
-) -> float:
+def read_model(run: Path) -> tuple[config.Model, Params]:
+    """A run's model and its newest weights."""
+    model = runs.read_config(run).model
+    shapes = transformer.init_shapes(model, None)
+    return model, checkpoint.restore_params(run, checkpoint.latest(run), shapes)
+
+
+def write_model(run: Path, out: Path, model: config.Model, params: Params) -> None:
+    """Writes a model made of a run's as a run of its own, weights only: whole or not at all.
+
+    Raises:
+      UserError: `out` cannot be written.
+    """
+    target = dataclasses.replace(runs.read_config(run), model=model)
+    arrays = {name: jnp.asarray(x, jnp.float32) for name, x in params.items()}
+    state = TrainState(arrays, (), jnp.int32(checkpoint.latest(run)))
+    staged = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        for name in (runs.TOKENIZER, runs.SPECIAL_TOKENS):
+            if name == runs.TOKENIZER or (run / name).exists():
+                runs.write_whole(staged / name, (run / name).read_text(encoding="utf-8"))
+        saver = checkpoint.Checkpointer(staged, target, keep=1)
+        saver.save(state, weights_only=True)
+        saver.finish()
+        runs.write_whole(staged / runs.CONFIG, config.to_json(target))
+        staged.rename(out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error}); name another folder.") from error
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def logit_difference(one: tuple[config.Model, Params], other: tuple[config.Model, Params]) -> float:
     """max |logits − logits'| of two models over 4 × 64 random tokens, both computed in float32."""
     shape, vocab = (4, 64), one[0].vocab_size
     tokens = np.random.default_rng(0).integers(0, vocab, shape).astype(np.int32)

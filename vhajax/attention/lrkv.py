@@ -100,9 +100,10 @@ class LRKVAttention(Attention):
         if self.lrkv.position != "shared":
             return made.q, self._positioned(self.key_norm(total), None, positions), value
         # The norm of the sum scales both of its terms.
-        scale = self._inverse_rms(total)
         shared = jnp.broadcast_to(shared, total.shape)
-        shared, residual = (self._scaled(part, scale) for part in (shared, residual))
+        if self.lrkv.qk_norm != "none":
+            scale = inverse_rms(total, self.key_norm.eps) * self._key_scale()
+            shared, residual = ((x * scale).astype(x.dtype) for x in (shared, residual))
         return made.q, self._positioned(shared, residual, positions), value
 
     def _positioned(self, rotating: jax.Array, still: jax.Array | None, positions: jax.Array):
@@ -111,15 +112,6 @@ class LRKVAttention(Attention):
             return rotating
         rotated = self.rotated(rotating, positions)
         return rotated if still is None else jnp.concatenate([rotated, still], axis=-1)
-
-    def _inverse_rms(self, keys: jax.Array) -> jax.Array | None:
-        """[B, T, N, 1] float32, or None without QK-norm."""
-        return None if self.lrkv.qk_norm == "none" else inverse_rms(keys, self.key_norm.eps)
-
-    def _scaled(self, part: jax.Array, scale: jax.Array | None) -> jax.Array:
-        if scale is None:
-            return part
-        return (part.astype(jnp.float32) * scale * self._key_scale()).astype(part.dtype)
 
     def _key_scale(self) -> jax.Array:
         """γ, the weight of QK-norm on keys, [H]."""
@@ -136,8 +128,10 @@ class LRKVAttention(Attention):
             shared = self.rotated(shared, positions)
         if made.zk is None or made.zv is None:
             return Stored((shared, value))
-        scales = self._inverse_rms(made.k[:, :, None] + self._residual(made.zk, "key"))
-        scales = None if scales is None else scales[..., 0]
+        scales = None
+        if self.lrkv.qk_norm != "none":
+            keys = made.k[:, :, None] + self._residual(made.zk, "key")
+            scales = inverse_rms(keys, self.key_norm.eps)[..., 0]
         return Stored((shared, made.zk, value, made.zv), scales)
 
     def decode_weights(self) -> tuple[jax.Array, ...]:

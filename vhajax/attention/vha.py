@@ -59,8 +59,8 @@ class VHAttention(GQAttention):
     def output_weight(self, dtype: Any) -> jax.Array:
         """M W_O with M = I + V Uᵀ: Σ_h o[h] M[j, h] W_O[j] summed over j, [N, H_v, D].
 
-        Postmix is linear, so W_O takes it: N²·H·D multiply-adds a step instead of N²·H/2 (at rank
-        N/4) a token, less from 2·D tokens on, and no activation of its own to keep.
+        Postmix is linear, so W_O takes it: N²·H·D/2 multiply-adds a step instead of N²·H/2 (both
+        at rank N/4) a token, less from D tokens on, and no activation of its own to keep.
         """
         if not self.vha.rank:
             return gathered(self.out, dtype)

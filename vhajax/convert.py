@@ -1,0 +1,249 @@
+"""`vhajax convert`: a run's model as another mechanism, and what that did to it."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from vhajax import calibrate, config, evaluate, fold, low_rank, merge, runs
+from vhajax.config import GQA, LRKV, VHA
+from vhajax.data import Batch, Rows, batch_of, heldout_batches
+from vhajax.manifest import TOKENIZER
+from vhajax.mechanisms import require
+from vhajax.tokenizer import load_tokenizer
+
+Target = Literal["gqa", "mha", "lrkv", "vha"]
+TARGETS = ("gqa", "mha", "lrkv", "vha")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to make of a run.
+
+    kv_heads: of GQA or VHA. rank: R of LRKV, or of VHA's Postmix (None: N/4). rows: rows of
+    training text to fit merged heads on (0: from weights alone). eval_rows: held-out rows that an
+    inexact map is measured on (0: none). data: a prepared folder instead of the run's own.
+    """
+
+    to: Target
+    kv_heads: int | None = None
+    rank: int | None = None
+    rows: int = 0
+    eval_rows: int = 32
+    data: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of it.
+
+    exact: the map keeps the function up to rounding. before, after: held-out cross-entropy of an
+    inexact one. errors: of LRKV, relative error of `key` and `value`, [L, N] each.
+    """
+
+    model: config.Model
+    exact: bool
+    max_logit_difference: float
+    before: float | None
+    after: float | None
+    errors: dict[str, np.ndarray]
+    note: str
+
+
+def convert_run(run: Path, out: Path, request: Request) -> Report:
+    """Writes a run's model, converted, as a run of its own, weights only.
+
+    Raises:
+      UserError: an impossible target, no sound run or data, or `out` exists.
+    """
+    experiment = runs.read_config(run)
+    exact = check(experiment.model.attention, request)
+    fold.refuse_existing(out)
+    reads = request.rows or (request.eval_rows and not exact)
+    text = _Text(run, experiment, request.data) if reads else None
+    source = fold.read_model(run)
+    model, params, errors = convert(*source, request, text and text.calibration(request.rows))
+    before = after = None
+    if not exact and text and request.eval_rows:
+        before = text.loss(*source, request.eval_rows)
+        after = text.loss(model, params, request.eval_rows)
+    difference = fold.logit_difference(source, (model, params))
+    fold.write_model(run, out, model, params)
+    note = _note(source[0].attention, request)
+    return Report(model, exact, difference, before, after, errors, note)
+
+
+def convert(
+    model: config.Model, params: fold.Params, request: Request, batches: Iterator[Batch] | None
+) -> tuple[config.Model, fold.Params, dict[str, np.ndarray]]:
+    """The source as GQA (exactly), then GQA as the target; LRKV's relative errors beside it."""
+    if isinstance(model.attention, VHA):
+        model, params = fold.to_gqa(model, params)
+    elif isinstance(model.attention, LRKV):
+        model, params = fold.lrkv_to_mha(model, params)
+    gqa = model.attention
+    assert isinstance(gqa, GQA)
+    K = _kv_heads(gqa, request)
+    if gqa.num_kv_heads > K and request.rows and batches is not None:
+        model, params = calibrate.merge_on_text(model, params, K, batches)
+    else:
+        model, params = merge.regroup(model, params, K)
+    if request.to == "lrkv":
+        return low_rank.to_lrkv(model, params, request.rank or 0)
+    if request.to == "vha":
+        model, params = merge.add_postmix(
+            model, params, -1 if request.rank is None else request.rank
+        )
+    return model, params, {}
+
+
+# ------------------------------------------------------------------ what is told
+
+
+def values(report: Report) -> dict[str, Any]:
+    """A report for JSON."""
+    return {
+        "model": report.model.attention.summary(),
+        "exact": report.exact,
+        "max_logit_difference": report.max_logit_difference,
+        "loss_before": report.before,
+        "loss_after": report.after,
+        "relative_errors": {name: x.tolist() for name, x in report.errors.items()},
+        "note": report.note,
+    }
+
+
+def text(report: Report) -> str:
+    """A report in lines."""
+    kind = "equal" if report.exact else "not equal"
+    lines = [
+        f"{report.model.attention.summary()}, {kind}, max logit difference "
+        f"{report.max_logit_difference:.2e}"
+    ]
+    if report.before is not None and report.after is not None:
+        lines.append(
+            f"held-out nats per token: {report.before:.4f} before, {report.after:.4f} after"
+        )
+    if report.errors:
+        lines.append("relative error of every head")
+    for name, errors in report.errors.items():
+        for layer, row in enumerate(errors):
+            lines.append(f"  {name:5}  layer {layer:2}  " + " ".join(f"{e:.3f}" for e in row))
+    return "\n".join([*lines, report.note] if report.note else lines)
+
+
+# ------------------------------------------------------------------ what is possible
+
+
+def check(source: config.Attention, request: Request) -> bool:
+    """Whether the conversion is exact.
+
+    Raises:
+      UserError: it is impossible, or an option has no meaning for it.
+    """
+    to = request.to
+    require(
+        isinstance(source, GQA | VHA | LRKV),
+        f"{source.summary()} has no counterpart with separate keys and values a head here; convert "
+        "GQA, VHA or LRKV.",
+    )
+    for name, value, meant in (
+        ("--kv-heads", request.kv_heads, ("gqa", "vha")),
+        ("--rank", request.rank, ("lrkv", "vha")),
+    ):
+        require(
+            value is None or to in meant,
+            f"{name} is {value}, which --to {to} has no use for; leave it out.",
+        )
+    require(to != "lrkv" or request.rank is not None, "--to lrkv needs a --rank R.")
+    require((request.rank or 0) >= 0, f"--rank is {request.rank}; it must not be negative.")
+    require(
+        to != "vha" or (request.rank or 0) <= source.num_heads,
+        f"--rank is {request.rank}; a Postmix over {source.num_heads} heads has at most that rank.",
+    )
+    if isinstance(source, LRKV):
+        fold.check_expands(source)
+    if isinstance(source, VHA):
+        folds = to == "gqa" and request.kv_heads in (None, source.num_kv_heads)
+        require(
+            folds,
+            f"{source.summary()} converts to the GQA that it equals only; fold it first "
+            "(vhajax fold RUN --out RUN2) and convert that.",
+        )
+    return _check_heads(source, request)
+
+
+def _check_heads(source: config.Attention, request: Request) -> bool:
+    needs = request.to in ("gqa", "vha") and not isinstance(source, VHA)
+    require(not needs or request.kv_heads is not None, f"--to {request.to} needs --kv-heads K.")
+    have = source.num_heads if isinstance(source, LRKV) else source.num_kv_heads
+    N, K = source.num_heads, _kv_heads(source, request)
+    require(
+        K > 0 and N % K == 0 and (have % K == 0 or K % have == 0),
+        f"--kv-heads is {K}; it must divide the {N} query heads, and divide, or be a multiple of, "
+        f"the {have} KV heads.",
+    )
+    same = isinstance(source, GQA) and request.to in ("gqa", "mha") and have == K
+    require(not same, f"{source.summary()} has {K} KV heads already; there is nothing to convert.")
+    require(
+        not request.rows or have > K,
+        f"--calibrate fits merged KV heads, and {have} → {K} merges none; leave it out.",
+    )
+    if request.to == "lrkv":
+        return (request.rank or 0) >= _full_rank(source)
+    return have <= K
+
+
+def _kv_heads(source: config.Attention, request: Request) -> int:
+    """KV heads of the GQA that the target is made of: all for MHA and LRKV."""
+    if request.to in ("mha", "lrkv"):
+        return source.num_heads
+    if request.kv_heads is None and isinstance(source, GQA | VHA):
+        return source.num_kv_heads
+    return request.kv_heads or 0
+
+
+def _note(source: config.Attention, request: Request) -> str:
+    full = _full_rank(source)
+    if request.to == "lrkv" and (request.rank or 0) > full:
+        return f"Rank {request.rank} is more than heads of {full} can use; the rest is zero."
+    return ""
+
+
+def _full_rank(source: config.Attention) -> int:
+    """The rank from which on LRKV represents any MHA."""
+    return max(source.head_dim, source.v_dim)
+
+
+# ------------------------------------------------------------------ text
+
+
+class _Text:
+    """The rows that a run was trained on and those held out."""
+
+    def __init__(self, run: Path, experiment: config.Experiment, data: str | None):
+        if data is not None:
+            changed = dataclasses.replace(experiment.data, path=data)
+            experiment = dataclasses.replace(experiment, data=changed)
+        self.experiment = experiment
+        self.folder, manifest = evaluate.open_data(experiment)
+        tokenizer = load_tokenizer(self.folder / TOKENIZER, manifest.eos, manifest.bos)
+        runs.check_tokenizer(run, self.folder / TOKENIZER)
+        self.token_bytes = tokenizer.token_bytes
+
+    def calibration(self, count: int) -> Iterator[Batch]:
+        """Training rows, evenly spaced."""
+        rows, size = Rows(self.folder, "train"), self.experiment.data.batch_size
+        chosen = np.unique(np.linspace(0, len(rows) - 1, count).astype(int)).tolist()
+        for start in range(0, len(chosen), size):
+            tokens, segments = zip(*(rows[i] for i in chosen[start : start + size]), strict=True)
+            yield batch_of(np.stack(tokens), np.stack(segments))
+
+    def loss(self, model: config.Model, params: fold.Params, rows: int) -> float:
+        """Held-out cross-entropy in nats per token."""
+        batches = heldout_batches(self.folder, self.experiment.data.batch_size, rows)
+        score = evaluate.make_score(dataclasses.replace(self.experiment, model=model))
+        return evaluate.evaluate(score, params, batches, self.token_bytes).loss

@@ -1,0 +1,105 @@
+"""MHA → LRKV: one shared matrix and a rank-R residual a head that come closest to all heads."""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from vhajax import config
+from vhajax.errors import UserError
+from vhajax.fold import HEADS, Params, common
+
+FALL = 0.01  # a round that lowers the squared error by less than this share is the last
+ROUNDS = 200
+
+
+class Factors(NamedTuple):
+    """W_n ≈ shared + down_n up_n, all float64.
+
+    shared: [D, H]. down: [N, D, R]. up: [N, R, H]. error: [N], ‖W_n − …‖ / ‖W_n‖ (Frobenius).
+    rounds: the squared error over all heads, relative, after each round; it never rises.
+    """
+
+    shared: np.ndarray
+    down: np.ndarray
+    up: np.ndarray
+    error: np.ndarray
+    rounds: list[float]
+
+
+def factor(heads: np.ndarray, rank: int) -> Factors:
+    """Alternates the best residuals for a shared matrix and the best shared matrix for residuals.
+
+    Starts at the mean over heads, which with its residuals is the usual one-shot answer. Either
+    half of a round minimises the same error, so it falls or stays.
+
+    heads: [N, D, H].
+    """
+    W = np.asarray(heads, np.float64)
+    total = max((W**2).sum(), np.finfo(np.float64).tiny)
+    shared, rounds = W.mean(axis=0), []
+    while True:
+        down, up = truncated(W - shared, rank)
+        left = W - shared - down @ up
+        rounds.append(float((left**2).sum() / total))
+        done = len(rounds) > 1 and rounds[-1] > (1 - FALL) * rounds[-2]
+        if done or rounds[-1] < 1e-24 or len(rounds) == ROUNDS:
+            break
+        shared = shared + left.mean(axis=0)
+    size = np.maximum(np.sqrt((W**2).sum(axis=(1, 2))), np.finfo(np.float64).tiny)
+    return Factors(shared, down, up, np.sqrt((left**2).sum(axis=(1, 2))) / size, rounds)
+
+
+def truncated(residual: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """The best rank-R factors of each head by SVD (Eckart–Young), √S in either of them.
+
+    Balanced factors get gradients of one size; beyond min(D, H) they are zero.
+    residual: [N, D, H] → down [N, D, R], up [N, R, H].
+    """
+    N, D, H = residual.shape
+    down, up = np.zeros((N, D, rank)), np.zeros((N, rank, H))
+    U, S, Vt = np.linalg.svd(residual, full_matrices=False)
+    kept = min(rank, D, H)
+    root = np.sqrt(S[:, :kept])
+    down[..., :kept] = U[..., :kept] * root[:, None]
+    up[:, :kept] = root[..., None] * Vt[:, :kept]
+    return down, up
+
+
+def to_lrkv(
+    model: config.Model, params: Params, rank: int
+) -> tuple[config.Model, Params, dict[str, np.ndarray]]:
+    """MHA → LRKV of rank R with position `full`, layer by layer; exact from R = min(D, H) on.
+
+    Returns:
+      The configuration, its parameters, and the relative error of `key` and `value`, [L, N] each.
+    Raises:
+      UserError: heads' biases differ, which the one bias of LRKV cannot hold.
+    """
+    mha = model.attention
+    assert isinstance(mha, config.GQA)
+    assert mha.num_heads == mha.num_kv_heads
+    lrkv = config.LRKV(num_heads=mha.num_heads, rank=rank, **common(mha))
+    made, errors = dict(params), {}
+    for name in ("key", "value"):
+        heads = np.moveaxis(np.asarray(params[f"{HEADS}{name}"]), 2, 1)  # [L, N, D, H]
+        layers = [factor(layer, rank) for layer in heads]
+        parts = {"": [f.shared for f in layers]}
+        if rank:
+            parts |= {"_down": [f.down for f in layers], "_up": [f.up for f in layers]}
+        for suffix, arrays in parts.items():
+            made[f"{HEADS}{name}{suffix}"] = np.stack(arrays).astype(np.float32)
+        if (bias := f"{HEADS}{name}_bias") in params:
+            made[bias] = _shared_bias(name, np.asarray(params[bias]))
+        errors[name] = np.stack([f.error for f in layers])
+    return dataclasses.replace(model, attention=lrkv), made, errors
+
+
+def _shared_bias(name: str, bias: np.ndarray) -> np.ndarray:
+    """[L, N, H] → [L, H], where all heads have one bias."""
+    if not np.allclose(bias, bias[:, :1], rtol=1e-6, atol=0):
+        raise UserError(
+            f"The heads' {name} biases differ by up to {np.abs(bias - bias[:, :1]).max():.2g}, and "
+            "LRKV has one bias for all heads; convert a model with qkv_bias false."
+        )
+    return bias[:, 0]
