@@ -5,7 +5,7 @@ unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 PY := .venv/bin/python
 SOURCES := vhajax pallas_kernels experiments launch tests
 
-.PHONY: help env train test test-slow format format-check lint types clean
+.PHONY: help env train compare sizes test test-slow format format-check lint types clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -15,6 +15,12 @@ env: ## make .venv, or bring it up to date
 
 train: env ## train, fold and decode a small model on this machine
 	@$(PY) launch/demo.py
+
+compare: env ## train every mechanism, two seeds each, into one table (about 25 minutes)
+	@$(PY) launch/compare.py
+
+sizes: env ## write experiments/SIZES.md: parameters and cache of every experiment
+	@$(PY) launch/sizes.py
 
 test: env ## run the tests
 	@$(PY) -m pytest

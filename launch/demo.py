@@ -4,16 +4,14 @@ import shutil
 import sys
 from pathlib import Path
 
-import numpy as np
+from results import Row, comparison, trained
 from rich.console import Console
-from rich.table import Table
 
-from vhajax import config, decode, experiment, fold, inference, train, transformer
-from vhajax.cli import guarded
+from vhajax import decode, experiment, fold, inference
+from vhajax.cli import INTERRUPTED, guarded
 from vhajax.data import heldout_batches
 from vhajax.errors import UserError
 from vhajax.evaluate import open_data
-from vhajax.manifest import Manifest
 from vhajax.sampling import Sampling
 from vhajax.text import generate_text
 
@@ -31,48 +29,19 @@ def main() -> int:
         f"Text: {manifest.source}; {manifest.train.utf8_bytes / 1e6:.1f} MB to learn from, "
         f"{manifest.heldout.utf8_bytes / 1e6:.2f} MB held out."
     )
-    results = {}
+    rows = []
     for name, exp in experiments.items():
-        say.print(
-            f"Training {name}: {exp.model.attention.summary()}, {exp.train.steps} steps of "
-            f"{exp.data.batch_size} × {exp.data.seq_len} tokens …"
-        )
-        results[name] = train.train(exp, RUNS / name)
-        if not results[name].finished:
+        result = trained(exp, RUNS / name, say.print)
+        if result is None:
             say.print("Stopped; `make train` goes on from here.")
-            return 130
+            return INTERRUPTED
+        label = f"{name}: {exp.model.attention.summary()}"
+        rows.append(Row(label, exp.model, (result,)))
     say.print()
-    say.print(comparison(experiments, results, manifest))
+    say.print(comparison(rows, manifest))
     show_fold(folder)
     show_sample()
     return 0
-
-
-def comparison(
-    experiments: dict[str, config.Experiment],
-    results: dict[str, train.Result],
-    manifest: Manifest,
-) -> Table:
-    """One row a model; gzip -9 of the same held-out text beside them."""
-    table = Table(title=f"Held-out: {manifest.heldout.utf8_bytes:,} bytes")
-    for heading in ("model", "parameters", "cache a token", "tokens/s", "nats/token", "bits/byte"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
-    for name, exp in experiments.items():
-        model, result = exp.model, results[name]
-        size = np.dtype(transformer.compute_dtype(model)).itemsize
-        cache = model.attention.cache_row().logical_bytes(size) * model.num_layers
-        speed = result.tokens_per_second
-        table.add_row(
-            f"{name}: {model.attention.summary()}",
-            f"{transformer.num_params(model):,}",
-            f"{cache:,} B",
-            f"{speed:,.0f}" if speed == speed else "done before",
-            f"{result.heldout.loss:.3f}",
-            f"{result.heldout.bits_per_byte:.3f}",
-        )
-    zipped = 8 * (manifest.heldout.gzip9_bytes or 0) / manifest.heldout.utf8_bytes
-    table.add_row("gzip -9", "", "", "", "", f"{zipped:.3f}")
-    return table
 
 
 def show_fold(folder: Path) -> None:

@@ -1,0 +1,5 @@
+"""The LRKV paper's MQA baseline at 1.2B."""
+
+from experiments.families.lrkv import gqa, size_1b2
+
+EXPERIMENT = size_1b2(gqa(12, num_kv_heads=1))
