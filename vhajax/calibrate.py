@@ -37,7 +37,9 @@ def merge_on_text(
     theirs = [jnp.asarray(table[text["tokens"]]) for text in texts]
     ours, fitted = theirs, []
     for layer, window in enumerate(transformer.windows(model)):
-        weights = {n[len("blocks.") :]: x[layer] for n, x in params.items() if "blocks." in n}
+        weights = {
+            n[len("blocks.") :]: x[layer] for n, x in params.items() if n.startswith("blocks.")
+        }
         part = {n.removeprefix("attention."): np.asarray(x) for n, x in weights.items()}
         teacher = with_arrays(teacher_block, weights)
         places = [(text["positions"], text["segments"], window) for text in texts]

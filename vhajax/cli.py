@@ -332,12 +332,9 @@ def _convert(args: list[str]) -> int:
             f"--rows is {options.rows} and --eval-rows {options.eval_rows}; "
             "the first must be at least 1 and the second at least 0."
         )
-    from vhajax import runs
+    from vhajax import runs, targets
 
-    runs.read_config(options.run)
-    from vhajax import convert
-
-    request = convert.Request(
+    request = targets.Request(
         options.to,
         options.kv_heads,
         options.rank,
@@ -345,6 +342,9 @@ def _convert(args: list[str]) -> int:
         options.eval_rows,
         options.data,
     )
+    targets.check(runs.read_config(options.run).model.attention, request)
+    from vhajax import convert
+
     report = convert.convert_run(options.run, options.out, request)
     values = {"run": str(options.run), "out": str(options.out), **convert.values(report)}
     _emit(options.json, values, f"{options.out}: {convert.text(report)}")

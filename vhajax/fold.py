@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vhajax import checkpoint, config, runs, transformer
+from vhajax import checkpoint, config, runs, targets, transformer
 from vhajax.attention.vha import fold_postmix, fold_premix
 from vhajax.errors import UserError
 from vhajax.mechanisms import Common
@@ -68,7 +68,7 @@ def lrkv_to_mha(model: config.Model, params: Params) -> tuple[config.Model, Para
     """
     lrkv = model.attention
     assert isinstance(lrkv, config.LRKV)
-    check_expands(lrkv)
+    targets.check_expands(lrkv)
     N = lrkv.num_heads
     mha = config.GQA(num_heads=N, num_kv_heads=N, **common(lrkv))
     expanded = dict(params)
@@ -86,15 +86,6 @@ def lrkv_to_mha(model: config.Model, params: Params) -> tuple[config.Model, Para
         if bias in expanded:
             expanded[bias] = np.repeat(np.asarray(expanded[bias])[:, None], N, axis=1)
     return dataclasses.replace(model, attention=mha), expanded
-
-
-def check_expands(lrkv: config.LRKV) -> None:
-    """Refuses positions that MHA lacks here; with no residual, `shared` rotates the whole key."""
-    if lrkv.position == "none" or (lrkv.position == "shared" and lrkv.rank):
-        raise UserError(
-            f"attention.position is {lrkv.position!r}, and MHA rotates whole keys here; only LRKV "
-            "with position 'full' has an MHA that equals it."
-        )
 
 
 def repeat_heads(
