@@ -326,7 +326,7 @@ REFUSALS: dict[str, tuple[list[str] | Callable[[Place], list[str]], str]] = {
     ),
     "config of another format": (
         lambda p: ["eval", str(p.edited("run", "config.json", edit_json(format_version=7)))],
-        "has format version 7, this vhajax reads 1",
+        "has format version 7, this vhajax reads 2",
     ),
     "no checkpoint": (
         lambda p: ["eval", str(without_checkpoints(p))],
@@ -607,7 +607,10 @@ def test_standard_input_that_is_not_utf8(shared, monkeypatch, capsys):
 def test_fold(shared, tmp_path, capsys):
     from vhajax import runs, transformer
 
-    what = tiny.changed(tiny.vha_experiment(shared / "data"), {"model.attention": VHA(2, 2, 8)})
+    what = tiny.changed(
+        tiny.vha_experiment(shared / "data"),
+        {"model.attention": VHA(num_physical_heads=2, num_kv_heads=2, head_dim=8)},
+    )
     run = tiny.save_weights(tmp_path / "run", what, transformer.init(what.model, 0))
     out = tmp_path / "folded"
     told = run_json(capsys, "fold", str(run), "--out", str(out))

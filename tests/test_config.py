@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from vhajax import transformer
 from vhajax.config import (
     GQA,
+    LRKV,
+    MFA,
+    MLA,
     VHA,
     Data,
     Experiment,
@@ -21,6 +24,7 @@ from vhajax.config import (
     to_json,
 )
 from vhajax.errors import UserError
+from vhajax.mechanisms import CacheRow, RopeScaling
 
 # ------------------------------------------------------------------ refusals
 
@@ -38,11 +42,53 @@ REFUSED = [
     (VHA, {"head_dim": 9}, "attention.head_dim is 9"),
     (VHA, {"query_dim": -1}, "attention.query_dim is -1"),
     (VHA, {"query_dim": 65}, "attention.query_dim is 65"),
-    (VHA, {"postmix_rank": 0}, "attention.postmix_rank is 0"),
     (VHA, {"postmix_rank": -2}, "attention.postmix_rank is -2"),
     (VHA, {"postmix_rank": 9}, "attention.postmix_rank is 9"),
     (VHA, {"rope_theta": float("nan")}, "attention.rope_theta is nan"),
     (VHA, {"qk_norm": ""}, "attention.qk_norm is ''"),
+    (VHA, {"premix": False, "query_dim": 32}, "attention.query_dim is 32"),
+    (VHA, {"premix": False, "num_physical_heads": 3}, "attention.num_physical_heads is 3"),
+    (VHA, {"premix": False, "postmix_rank": 5}, "attention.postmix_rank is 5"),
+    *[
+        refusal
+        for kind in (GQA, MLA, MFA, VHA, LRKV)
+        for refusal in (
+            (kind, {"value_dim": -1}, "attention.value_dim is -1"),
+            (kind, {"logit_cap": -0.5}, "attention.logit_cap is -0.5"),
+            (kind, {"head_dim": -3}, "attention.head_dim is -3"),
+            (kind, {"qk_norm": "layer"}, "attention.qk_norm is 'layer'"),
+        )
+    ],
+    (MLA, {"num_heads": 0}, "attention.num_heads is 0"),
+    (MLA, {"latent_dim": 0}, "attention.latent_dim is 0"),
+    (MLA, {"query_latent_dim": -1}, "attention.query_latent_dim is -1"),
+    (MLA, {"position": "shared"}, "attention.position is 'shared'"),
+    (MLA, {"latent_norm": "rms"}, "attention.latent_norm is 'rms'"),
+    (MLA, {"rope_dim": 0}, "attention.rope_dim is 0"),
+    (MLA, {"rope_dim": 31}, "attention.rope_dim is 31"),
+    (MLA, {"position": "full", "head_dim": 63}, "attention.head_dim is 63"),
+    (MFA, {"num_heads": 0}, "attention.num_heads is 0"),
+    (MFA, {"query_latent_dim": 0}, "attention.query_latent_dim is 0"),
+    (MFA, {"head_dim": 255}, "attention.head_dim is 255"),
+    (LRKV, {"num_heads": 0}, "attention.num_heads is 0"),
+    (LRKV, {"rank": -1}, "attention.rank is -1"),
+    (LRKV, {"position": "decoupled"}, "attention.position is 'decoupled'"),
+    (LRKV, {"position": "shared", "head_dim": 63}, "attention.head_dim is 63"),
+    *[
+        (
+            kind,
+            {"position": "none", "rope_scaling": RopeScaling(kind="llama3", factor=2.0)},
+            "attention.rope_scaling.kind is 'llama3'",
+        )
+        for kind in (MLA, LRKV)
+    ],
+    (RopeScaling, {"kind": "linear"}, "attention.rope_scaling.kind is 'linear'"),
+    (RopeScaling, {"factor": 0.5}, "attention.rope_scaling.factor is 0.5"),
+    (RopeScaling, {"original_length": 0}, "attention.rope_scaling.original_length is 0"),
+    (RopeScaling, {"low_freq_factor": 4.0}, "attention.rope_scaling.low_freq_factor is 4.0"),
+    (RopeScaling, {"beta_slow": 32.0}, "attention.rope_scaling.beta_slow is 32.0"),
+    (RopeScaling, {"attention_factor": -1.0}, "attention.rope_scaling.attention_factor is -1.0"),
+    (Model, {"windows": (4, -1)}, "model.windows is (4, -1)"),
     (Model, {"vocab_size": 0}, "model.vocab_size is 0"),
     (Model, {"dim": 0}, "model.dim is 0"),
     (Model, {"num_layers": 0}, "model.num_layers is 0"),
@@ -137,6 +183,53 @@ def test_explicit_vha_sizes_are_taken_as_they_are():
     vha = VHA(num_physical_heads=3, num_kv_heads=2, head_dim=8, query_dim=4, postmix_rank=6)
     assert (vha.num_heads, vha.q_dim, vha.rank) == (6, 4, 6)
     assert VHA(head_dim=8).q_dim == 8
+    # Without Premix the physical heads are the query heads; rank 0 is no Postmix.
+    assert VHA(num_physical_heads=8, num_kv_heads=2, premix=False).num_heads == 8
+    assert VHA(postmix_rank=0).rank == 0
+
+
+def test_windows_repeat_over_the_layers():
+    assert Model(num_layers=5, windows=(8, 4, 0)).layer_windows == (8, 4, 0, 8, 4)
+    assert Model(num_layers=3).layer_windows == ()
+    assert Model(num_layers=3, windows=(0, 0)).layer_windows == ()
+
+
+LRKV_PAPER = LRKV(num_heads=18, head_dim=128, rank=55)
+ROWS = [  # elements a token and layer as papers count them, an accelerator's row, scales
+    (GQA(num_heads=16, num_kv_heads=16, head_dim=128), 2 * 16 * 128, 4096, 0),
+    (GQA(num_heads=16, num_kv_heads=2, head_dim=128), 512, 512, 0),
+    (VHA(num_physical_heads=8, num_kv_heads=2, head_dim=128), 512, 512, 0),
+    (MFA(num_heads=64, head_dim=256), 512, 512, 0),
+    (MLA(num_heads=16, latent_dim=512, rope_dim=64, qk_norm="none"), 576, 640, 0),
+    (MLA(num_heads=16, latent_dim=512, rope_dim=64), 576, 640, 16),
+    (MLA(num_heads=6, latent_dim=128, position="full", qk_norm="weightless"), 128, 128, 6),
+    (LRKV(num_heads=6, head_dim=128, rank=46, qk_norm="none"), 2 * (128 + 6 * 46), 896, 0),
+    (LRKV_PAPER, 2 * (128 + 18 * 55), 2304, 18),
+    (LRKV(num_heads=6, head_dim=128, rank=0), 256, 256, 0),
+    (GQA(num_heads=4, num_kv_heads=2, head_dim=40, value_dim=24), 128, 128, 0),
+]
+
+
+@pytest.mark.parametrize(("attention", "elements", "padded", "scales"), ROWS)
+def test_what_a_token_costs_in_the_cache(attention, elements, padded, scales):
+    row = attention.cache_row()
+    assert (row.elements, row.padded, row.scales) == (elements, padded, scales)
+    assert row.logical_bytes(2) == 2 * elements
+    assert row.stored_bytes(2) == 2 * padded + 4 * scales
+    assert row.stored_bytes(2, packed=False) == 2 * elements + 4 * scales
+
+
+def test_the_papers_share_of_the_cache_of_mha():
+    """LRKV, Table 7: N, R and what remains of MHA's cache at head dim 128."""
+    for N, R, share in [(6, 46, 52.60), (12, 51, 48.18), (18, 55, 48.52), (32, 54, 45.31)]:
+        mha = GQA(num_heads=N, num_kv_heads=N, head_dim=128).cache_row().elements
+        lrkv = LRKV(num_heads=N, head_dim=128, rank=R).cache_row().elements
+        assert 100 * lrkv / mha == pytest.approx(share, abs=0.01)
+
+
+def test_a_row_without_parts_beside_it_has_one_group():
+    assert CacheRow(((1, 3), (2, 5))).elements == 13
+    assert CacheRow(((1, 3), (2, 5)), groups=4).elements == 52
 
 
 @pytest.mark.parametrize(
@@ -185,25 +278,62 @@ def test_untied_padding_is_taken_off_both_tables():
 norms = st.sampled_from(["none", "weightless", "weighted"])
 small = st.integers(1, 5)
 theta = st.floats(1, 1e7)
-gqas = st.builds(
-    lambda group, kv, half, norm, theta: GQA(group * kv, kv, 2 * half, norm, theta),
-    *(small, small, small, norms, theta),
+scalings = st.builds(
+    RopeScaling,
+    kind=st.sampled_from(["none", "llama3", "yarn"]),
+    factor=st.floats(1, 64),
+    original_length=st.integers(1, 2**20),
 )
+common = {
+    "head_dim": st.sampled_from([8, 16]),
+    "value_dim": st.integers(0, 9),
+    "qk_norm": norms,
+    "rope_theta": theta,
+    "qkv_bias": st.booleans(),
+    "out_bias": st.booleans(),
+    "logit_cap": st.floats(0, 50),
+    "output_gate": st.booleans(),
+}
+gqas = st.builds(
+    lambda group, kv, **more: GQA(num_heads=group * kv, num_kv_heads=kv, **more),
+    group=small,
+    kv=small,
+    rope_scaling=scalings,
+    **common,
+)
+mlas = st.builds(
+    MLA,
+    num_heads=small,
+    latent_dim=small,
+    query_latent_dim=st.integers(0, 5),
+    position=st.sampled_from(["decoupled", "full", "none"]),
+    rope_dim=st.just(4),
+    latent_norm=norms,
+    **common,
+)
+mfas = st.builds(MFA, num_heads=small, query_latent_dim=small, rope_scaling=scalings, **common)
 vhas = st.builds(
     VHA,
     num_physical_heads=st.integers(2, 5),
     num_kv_heads=small,
-    head_dim=st.just(8),
     query_dim=st.integers(0, 8),
-    postmix_rank=st.sampled_from([-1, 1, 2]),
-    qk_norm=norms,
-    rope_theta=theta,
+    postmix_rank=st.sampled_from([-1, 0, 1, 2]),
+    rope_scaling=scalings,
+    **common,
+)
+lrkvs = st.builds(
+    LRKV,
+    num_heads=small,
+    rank=st.integers(0, 5),
+    position=st.sampled_from(["full", "none", "shared"]),
+    **common,
 )
 experiments = st.builds(
     Experiment,
     model=st.builds(
         Model,
-        attention=gqas | vhas,
+        attention=gqas | mlas | mfas | vhas | lrkvs,
+        windows=st.lists(st.integers(0, 100), max_size=3).map(tuple),
         ffn=st.sampled_from(["swiglu", "relu2"]),
         norm_eps=st.floats(1e-12, 1e-3),
         tied=st.booleans(),
@@ -251,8 +381,8 @@ def test_unknown_fields_are_refused(part):
 
 def test_unknown_parts_and_mechanisms_are_refused():
     assert "surprise" in refusal_of(TREE | {"surprise": {}})
-    attention = TREE["model"]["attention"] | {"mechanism": "mla"}
-    assert "mla" in refusal_of(TREE | {"model": TREE["model"] | {"attention": attention}})
+    attention = TREE["model"]["attention"] | {"mechanism": "alibi"}
+    assert "alibi" in refusal_of(TREE | {"model": TREE["model"] | {"attention": attention}})
 
 
 @pytest.mark.parametrize("part", [None, "model", "data", "optim", "train", "mesh"])
@@ -269,6 +399,8 @@ def test_missing_fields_are_refused_not_filled_with_todays_default(part):
         ("model", "dim", "256"),
         ("model", "dim", 256.0),
         ("model", "tied", 1),
+        ("model", "windows", 8),
+        ("model", "windows", ["8"]),
         ("train", "steps", True),
         ("train", "z_loss", "0"),
         ("optim", "beta1", False),

@@ -10,7 +10,7 @@ import pytest
 from oracle import assert_near, mesh_of
 
 from vhajax import config, decode, transformer
-from vhajax.attention import KVCache
+from vhajax.cache import LayerCache
 from vhajax.config import GQA, VHA
 from vhajax.decode import Cache, decode_step, generate, init_cache, prefill
 from vhajax.errors import UserError
@@ -144,15 +144,15 @@ def test_left_padding_is_right_padding_bit_for_bit(vha):
     right, right_cache = read_prompts(vha.model)
     left, left_cache = read_prompts(vha.model, left=True, fill=9)
     np.testing.assert_array_equal(left, right)
-    for a, b in zip(left_cache.layers, right_cache.layers, strict=True):
-        np.testing.assert_array_equal(a.rows, b.rows)
+    jax.tree.map(np.testing.assert_array_equal, left_cache, right_cache)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
 def test_dead_slots_change_nothing_bit_for_bit(vha, poison):
-    def poisoned(layer: KVCache) -> KVCache:
+    def poisoned(layer: LayerCache) -> LayerCache:
         dead = jnp.arange(CAPACITY) >= jnp.asarray(LENGTHS)[:, None]
-        return KVCache(jnp.where(dead[..., None], poison, layer.rows))
+        arrays = tuple(jnp.where(dead[:, None, None], poison, part) for part in layer.arrays)
+        return dataclasses.replace(layer, arrays=arrays)
 
     _, cache = read_prompts(vha.model)
     expected, _ = decode_step(vha.model, TOKENS[:, 0], cache)
@@ -281,17 +281,25 @@ def sharded_model(case: Case, mesh: jax.sharding.Mesh) -> transformer.Transforme
 
 
 @pytest.mark.filterwarnings("ignore:a dimension of")
-@pytest.mark.parametrize(("data", "model", "parts"), [(4, 2, 2), (2, 4, 1)])
-def test_sharded_decode_equals_the_forward(vha, data, model, parts):
+@pytest.mark.parametrize(
+    ("layout", "data", "model", "shape"),
+    [
+        ("rows", 4, 2, (1, CAPACITY, 64)),
+        ("rows", 2, 4, (2, CAPACITY, 128)),
+        ("columns", 4, 2, (1, 1, 32, CAPACITY)),
+        ("columns", 2, 4, (2, 2, 32, CAPACITY)),
+    ],
+)
+def test_sharded_decode_equals_the_forward(vha, layout, data, model, shape):
     tokens, valid = padded(left=True)
     mesh = mesh_of(data, model)
     with jax.set_mesh(mesh):
         sharded = sharded_model(vha, mesh)
-        cache = init_cache(sharded, B, CAPACITY)
+        cache = init_cache(sharded, B, CAPACITY, layout)
         logits, cache = fast_prefill(sharded, tokens, cache, valid)
         for step in range(3):
-            rows = cache.layers[0].rows.addressable_shards[0].data
-            assert rows.shape == (B // data, CAPACITY, 128 // parts)
+            for array in cache.layers[0].arrays:
+                assert array.addressable_shards[0].data.shape == shape
             for row, prompt in enumerate(PROMPTS):
                 text = [*prompt, *TOKENS[row, :step]]
                 assert_near(np.asarray(logits)[row], vha.logits([text])[0, -1])

@@ -1,4 +1,4 @@
-"""Norms, RoPE, the feed-forward network, the embedding and every weight's initial value."""
+"""Norms, the feed-forward network, the embedding and every weight's initial value."""
 
 import chex
 import jax
@@ -11,7 +11,6 @@ from oracle import assert_near, mesh_of
 from vhajax import config, transformer
 from vhajax.attention.vha import fold_postmix
 from vhajax.layers import FeedForward, RMSNorm, embed, rms_norm
-from vhajax.rope import rotate
 from vhajax.sharding import named_arrays, with_arrays
 
 RNG = np.random.default_rng(0)
@@ -45,43 +44,6 @@ def test_rms_norm_kinds_hold_what_their_name_says():
     assert list(named_arrays(RMSNorm(8, "weighted", 1e-6))) == ["scale"]
     assert not named_arrays(RMSNorm(8, "weightless", 1e-6))
     assert RMSNorm(8, "none", 1e-6)(x) is x
-
-
-# ------------------------------------------------------------------ RoPE
-
-
-@pytest.mark.parametrize("theta", [100.0, 1e4, 1e6])
-def test_rope(theta):
-    x, positions = noise(2, 7, 3, 10), RNG.integers(0, 50, (2, 7)).astype(np.int32)
-    # Phases up to 50 in float32 are off by 50 · 2⁻²³ = 6e-6 at most.
-    assert_near(rotate(x, positions, theta), oracle.rotate(x, positions, theta), 5e-6)
-
-
-@pytest.mark.parametrize("theta", [1e4, 1e6])
-def test_rope_phase_at_the_last_position_of_128k(theta):
-    position, half = 131_071, 64
-    x = jnp.zeros((1, 1, 1, 2 * half)).at[..., :half].set(1)  # turned: (cos, sin) of every phase
-    turned = np.asarray(rotate(x, jnp.full((1, 1), position), theta), np.float64)[0, 0, 0]
-    phase = position * theta ** (-np.arange(half) / half)
-    turned = turned[:half] + 1j * turned[half:]
-    error = np.abs(np.angle(turned * np.exp(-1j * phase)))
-    # A frequency is off by two units in the last place at most and the product rounds once more;
-    # 2⁻²² covers cos and sin.
-    assert (error <= 2.5 * phase * 2**-23 + 2**-22).all()
-    np.testing.assert_allclose(np.abs(turned), 1, atol=1e-6)
-
-
-def test_rope_products_depend_on_the_distance_only():
-    q, k = noise(1, 1, 1, 32), noise(1, 1, 1, 32)
-
-    def product(query: int, key: int) -> float:
-        at = lambda p: jnp.full((1, 1), p, jnp.int32)  # noqa: E731
-        return float(jnp.sum(rotate(q, at(query), 1e4) * rotate(k, at(key), 1e4)))
-
-    scale = float(np.linalg.norm(q) * np.linalg.norm(k))
-    assert product(9, 4) == pytest.approx(product(109, 104), abs=2e-5 * scale)
-    assert product(5, 5) == pytest.approx(float(np.sum(q * k)), abs=1e-6 * scale)
-    assert product(9, 4) != pytest.approx(product(4, 9), abs=1e-2 * scale)
 
 
 # ------------------------------------------------------------------ feed-forward

@@ -14,9 +14,13 @@ from vhajax.config import GQA, VHA, Optim
 
 SIZE = {"vocab_size": 100, "dim": 16, "num_layers": 3, "ffn_dim": 24}
 MODELS = {
-    "gqa": config.Model(attention=GQA(4, 2, 6), **SIZE),
-    "tied": config.Model(attention=GQA(4, 2, 6), ffn="relu2", tied=True, **SIZE),
-    "vha": config.Model(attention=VHA(3, 2, 6, query_dim=4), **SIZE),
+    "gqa": config.Model(attention=GQA(num_heads=4, num_kv_heads=2, head_dim=6), **SIZE),
+    "tied": config.Model(
+        attention=GQA(num_heads=4, num_kv_heads=2, head_dim=6), ffn="relu2", tied=True, **SIZE
+    ),
+    "vha": config.Model(
+        attention=VHA(num_physical_heads=3, num_kv_heads=2, head_dim=6, query_dim=4), **SIZE
+    ),
 }
 
 # ------------------------------------------------------------------ schedules

@@ -20,9 +20,18 @@ T, B = 12, 8
 LENGTHS = [[12], [5, 7], [4, 4, 4], [11, 1], [12], [2, 10], [6, 6], [3, 9]]
 SIZE = {"vocab_size": 100, "dim": 32, "num_layers": 2, "ffn_dim": 64}
 GQA_MODEL = config.Model(
-    attention=GQA(4, 2, 8), ffn="relu2", norm="weightless", tied=True, dtype="float32", **SIZE
+    attention=GQA(num_heads=4, num_kv_heads=2, head_dim=8),
+    ffn="relu2",
+    norm="weightless",
+    tied=True,
+    dtype="float32",
+    **SIZE,
 )
-VHA_MODEL = config.Model(attention=VHA(4, 2, 8, query_dim=4), dtype="float32", **SIZE)
+VHA_MODEL = config.Model(
+    attention=VHA(num_physical_heads=4, num_kv_heads=2, head_dim=8, query_dim=4),
+    dtype="float32",
+    **SIZE,
+)
 # Adam's usual eps turns rounding of a gradient that is nearly 0 into a whole step.
 OPTIM = Optim(eps=1e-3, clip_norm=0.0, warmup_steps=2, embedding_lr=0.02)
 

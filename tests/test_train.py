@@ -347,7 +347,9 @@ def test_what_cannot_change_on_resume(name, vha, vha_run):
 
 def test_another_mechanism_cannot_resume(vha, vha_run):
     with pytest.raises(UserError, match=r"model\.attention\.kind is 'GQA', .* with 'VHA'"):
-        train.train(changed(vha, {"model.attention": GQA(4, 2, 8)}), vha_run)
+        train.train(
+            changed(vha, {"model.attention": GQA(num_heads=4, num_kv_heads=2, head_dim=8)}), vha_run
+        )
 
 
 def test_what_may_change_on_resume(vha, vha_run):
@@ -513,7 +515,7 @@ MISFITS = {
         ["blocks.ffn.up is float32[2, 32, 48], not float32[2, 32, 64]", "blocks.ffn.down is"],
     ),
     "missing": (
-        {"model.attention": GQA(4, 2, 8), "model.norm": "weighted"},
+        {"model.attention": GQA(num_heads=4, num_kv_heads=2, head_dim=8), "model.norm": "weighted"},
         [
             "blocks.attention.premix is not in the model",
             "blocks.attention.postmix_u is not in the model",
@@ -543,7 +545,9 @@ def test_weights_that_do_not_fit_are_listed(misfit, vha, copied):
 
 def test_weights_that_are_missing_are_listed(gqa_run, tmp_path):
     run = shutil.copytree(gqa_run, tmp_path / "run")
-    edit_config(run, {"model.attention": config.VHA(2, 2, 8)})
+    edit_config(
+        run, {"model.attention": config.VHA(num_physical_heads=2, num_kv_heads=2, head_dim=8)}
+    )
     with pytest.raises(UserError, match=r"blocks\.attention\.premix is missing"):
         inference.load(run)
 

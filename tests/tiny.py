@@ -108,7 +108,9 @@ def write_experiment(path: Path, experiment: Experiment) -> Path:
     """An experiment file: a dataclass's repr is the code that makes it."""
     names = ", ".join(kind.__name__ for kind in (GQA, VHA, Data, Experiment, Mesh, Model))
     path.write_text(
-        f"from vhajax.config import {names}, Optim, Train\n\nEXPERIMENT = {experiment!r}\n"
+        f"from vhajax.config import {names}, Optim, Train\n"
+        "from vhajax.mechanisms import RopeScaling\n\n"
+        f"EXPERIMENT = {experiment!r}\n"
     )
     return path
 

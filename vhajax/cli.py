@@ -17,7 +17,7 @@ HELP = """\
 vhajax: train, fold and decode language models whose attention keeps the KV cache small.
 
   vhajax train EXPERIMENT      train, or go on with, a run (an experiment is a file that
-                               exports EXPERIMENT, or its bare name in experiments/)
+                               exports EXPERIMENT, its bare name in experiments/, or a run)
   vhajax eval RUN              held-out cross-entropy and bits per byte
   vhajax generate RUN          continue a prompt (--prompt TEXT, or standard input)
   vhajax fold RUN --out RUN2   Virtual Head Attention → the GQA model that it equals

@@ -26,7 +26,24 @@ from vhajax.mechanisms import (
     require_positive,
 )
 
-__all__ = ["GQA", "LRKV", "MECHANISMS", "MFA", "MLA", "VHA", "Attention", "Norm"]
+__all__ = [
+    "GQA",
+    "LRKV",
+    "MECHANISMS",
+    "MFA",
+    "MLA",
+    "VHA",
+    "Attention",
+    "Data",
+    "Experiment",
+    "Mesh",
+    "Model",
+    "Norm",
+    "Optim",
+    "Train",
+    "from_json",
+    "to_json",
+]
 
 FORMAT_VERSION = 2
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vhajax import runs
 from vhajax.config import Experiment
 from vhajax.errors import UserError
 
@@ -33,11 +34,13 @@ def find(name: str) -> Path:
 
 
 def load(name: str) -> Experiment:
-    """The EXPERIMENT that a file exports.
+    """The EXPERIMENT that a file exports, or the configuration of a run directory.
 
     Raises:
       UserError: no file, it fails to run, or it exports no Experiment.
     """
+    if (Path(name) / runs.CONFIG).is_file():
+        return runs.read_config(Path(name))
     path = find(name).resolve()
     spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path)
     if spec is None or spec.loader is None:
