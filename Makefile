@@ -3,6 +3,8 @@
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 PY := .venv/bin/python
+# Whole files to a process: a file's tests share what they compiled.
+PYTEST := $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile
 SOURCES := vhajax pallas_kernels experiments launch tests
 
 .PHONY: help env train compare sizes test test-slow format format-check lint types clean
@@ -23,10 +25,10 @@ sizes: env ## write experiments/SIZES.md: parameters and cache of every experime
 	@$(PY) launch/sizes.py
 
 test: env ## run the tests
-	@$(PY) -m pytest
+	@$(PYTEST)
 
 test-slow: env ## run the tests marked slow
-	@$(PY) -m pytest -m slow || [ $$? -eq 5 ] # 5: no test is marked slow
+	@$(PYTEST) -m slow || [ $$? -eq 5 ] # 5: no test is marked slow
 
 format: env ## rewrite the code in the project's format
 	@$(PY) -m ruff format $(SOURCES)

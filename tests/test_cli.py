@@ -63,7 +63,10 @@ def test_help_and_early_refusals_import_no_jax(tmp_path):
         [],
         ["-h"],
         ["--help"],
-        *([name, "-h"] for name in ("train", "eval", "generate", "fold", "bench", "data")),
+        *(
+            [name, "-h"]
+            for name in ("train", "eval", "generate", "fold", "convert", "cost", "bench", "data")
+        ),
         ["data", "prepare", "-h"],
         ["train", "demo_vha", "-h"],
         ["nonsense"],
@@ -72,6 +75,8 @@ def test_help_and_early_refusals_import_no_jax(tmp_path):
         ["eval", str(tmp_path)],
         ["generate", str(tmp_path), "--prompt", "x"],
         ["fold", str(tmp_path), "--out", str(tmp_path / "out")],
+        ["convert", str(tmp_path), "--to", "mha", "--out", str(tmp_path / "out")],
+        ["cost", "demo_vha", "--context", "0"],
         ["bench", "train", "--rounds", "0"],
     ]
     done = in_a_process(f"""
@@ -98,7 +103,16 @@ def test_help(args, capsys):
     assert cli.main(args) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    for command in ("train", "eval", "generate", "fold", "data prepare", "bench"):
+    for command in (
+        "train",
+        "eval",
+        "generate",
+        "fold",
+        "convert",
+        "cost",
+        "data prepare",
+        "bench",
+    ):
         assert f"vhajax {command} " in out
 
 

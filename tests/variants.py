@@ -56,7 +56,7 @@ def options(name: str, row: int) -> dict:
     on = [(mark == "1") ^ (row == 1) for mark in PATTERNS[variant]]
     chosen: dict = dict(zip(SWITCHES, on, strict=True))
     chosen["qk_norm"] = ("none", "weightless")[variant % 2] if row else "weighted"
-    chosen["scaling"] = 0 if name.endswith("none") else (variant + 0 * row + variant // 4) % 3
+    chosen["scaling"] = 0 if name.endswith("none") else (variant + variant // 4) % 3
     if "mla" in name or name == "mfa":
         chosen["latent_norm"] = NORMS[(variant + row) % 3]
     if "mla" in name:
