@@ -101,8 +101,10 @@ def mix(weights: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
 
     def total(values: jax.Array) -> jax.Array:
         if not _tiled(values):
+            # Values on the left: XLA on CPU takes half the time of the other order.
             values = values.astype(jnp.float32)
-            return jnp.einsum("BKMS,BKHS->BKMH", grouped, values, precision=HIGHEST)
+            out = jnp.einsum("BKHS,BKMS->BKHM", values, grouped, precision=HIGHEST)
+            return out.swapaxes(2, 3)
         flat = grouped.reshape(B * K, -1, S // WIDE_TILE, WIDE_TILE)
 
         def head(i: jax.Array) -> jax.Array:

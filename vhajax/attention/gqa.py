@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from vhajax import config
 from vhajax.attention.base import Attention, Stored
@@ -47,5 +48,7 @@ class GQAttention(Attention):
         """softmax(q Kᵀ / √H) V over the KV head of each group."""
         del scales
         keys, values = parts
-        weights = softmax(scores(q, keys) * self.scale, mask, self.cfg.logit_cap)
+        weights = softmax(
+            scores(q.astype(jnp.float32) * self.scale, keys), mask, self.cfg.logit_cap
+        )
         return mix(weights, values, mask)

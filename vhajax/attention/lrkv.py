@@ -148,10 +148,10 @@ class LRKVAttention(Attention):
         cached token instead of N·R. In `shared` it takes the query that was not rotated.
         """
         cfg = self.lrkv
-        q = q.astype(jnp.float32)
+        q = q.astype(jnp.float32) * self.scale
         logits = scores(q[..., : cfg.head_dim], parts[0])
         if not cfg.rank:
-            weights = softmax(logits * self.scale, mask, cfg.logit_cap)
+            weights = softmax(logits, mask, cfg.logit_cap)
             return mix(weights, parts[1], mask)
         (_, zk, v, zv), (key_up, value_up) = parts, factors
         if cfg.position == "full":
@@ -162,7 +162,7 @@ class LRKVAttention(Attention):
             logits += scores(absorbed, zk)
         if scales is not None:
             logits *= scales
-        weights = softmax(logits * self.scale, mask, cfg.logit_cap)
+        weights = softmax(logits, mask, cfg.logit_cap)
         residual = mix(weights, zv, mask)
         up = jnp.einsum("BNTR,NRH->BNTH", residual, value_up, precision=HIGHEST)
         return mix(weights, v, mask) + up

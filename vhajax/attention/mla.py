@@ -117,7 +117,7 @@ class MLAttention(Attention):
         In position `full` by `cached.rotated_scores`, at N·C·H multiply-adds a cached token.
         """
         cfg, latents = self.mla, parts[0]
-        q = q.astype(jnp.float32)
+        q = q.astype(jnp.float32) * self.scale
         if cfg.position == "full":
             logits = rotated_scores(q, latents, key_up, cfg.rope_theta, cfg.rope_scaling)
         else:
@@ -128,6 +128,6 @@ class MLAttention(Attention):
             logits += scores(q[..., cfg.head_dim :], parts[1])
         if scales is not None:
             logits *= scales
-        weights = softmax(logits * self.scale, mask, cfg.logit_cap)
+        weights = softmax(logits, mask, cfg.logit_cap)
         mixed = mix(weights, latents, mask)
         return jnp.einsum("BNTC,NCH->BNTH", mixed, value_up, precision=HIGHEST)
