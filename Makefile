@@ -18,7 +18,7 @@ env: ## make .venv, or bring it up to date
 train: env ## train, fold and decode a small model on this machine
 	@$(PY) launch/demo.py
 
-compare: env ## train every mechanism, two seeds each, into one table (about 25 minutes)
+compare: env ## train every mechanism, two seeds each, into one table (about 12 minutes on two cores)
 	@$(PY) launch/compare.py
 
 sizes: env ## write experiments/SIZES.md: parameters and cache of every experiment
