@@ -86,10 +86,10 @@ def test_token_by_token_decode_equals_the_oracle(name, row):
     np.testing.assert_array_equal(cache.lengths, [T] * B)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_prefill_and_two_ragged_chunks_equal_the_oracle(name):
-    """Row 0 of the options; each continues in decode steps that are compiled already."""
-    case, layout = case_of(name, 0), layout_of(name, 0)
+@pytest.mark.parametrize(("name", "row"), ROWS)
+def test_prefill_and_two_ragged_chunks_equal_the_oracle(name, row):
+    """Each continues in decode steps that are compiled already."""
+    case, layout = case_of(name, row), layout_of(name, row)
     sizes = np.array([4, 1, 5])
     tokens, valid = TOKENS[:, :5], np.arange(5) < sizes[:, None]
     logits, cache = case.prefill(case.model, tokens, case.empty(layout), valid)

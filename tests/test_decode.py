@@ -10,6 +10,7 @@ import pytest
 from oracle import assert_near, mesh_of
 
 from vhajax import config, decode, transformer
+from vhajax.attention.cached import WIDE_TILE
 from vhajax.cache import LayerCache
 from vhajax.config import GQA, VHA
 from vhajax.decode import Cache, decode_step, generate, init_cache, prefill
@@ -317,3 +318,21 @@ def test_a_batch_that_does_not_divide_over_the_mesh_is_replicated():
         logits, _ = fast_step(sharded, TOKENS[:3, 0], cache)
     text = np.concatenate([TOKENS[:3], TOKENS[:3, :1]], axis=1)
     assert_near(logits, case.logits(text)[:, -1])
+
+
+@pytest.mark.filterwarnings("ignore:a dimension of")
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_long_bfloat16_caches_decode_over_devices(vha, tokens):
+    """Read a tile at a time, by loops inside `shard_map`: against the same step on one device."""
+    cfg = dataclasses.replace(vha.cfg, dtype="bfloat16")
+    case, mesh = Case(cfg, vha.params, oracle.build(cfg, vha.params)), mesh_of(4, 2)
+    chunk = TOKENS[:, :tokens]
+
+    def logits(model) -> np.ndarray:
+        cache = init_cache(model, B, WIDE_TILE, "columns")
+        _, cache = fast_prefill(model, TOKENS[:, :5], cache)
+        return np.asarray(fast_prefill(model, chunk, cache, extend=True)[0], np.float32)
+
+    with jax.set_mesh(mesh):
+        sharded = logits(sharded_model(case, mesh))
+    assert_near(sharded, logits(case.model), 2e-2)  # bfloat16 sums in another order

@@ -35,7 +35,7 @@ def noise(*shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("width", "theta"), [(128, 1e4), (64, 5e5), (16, 1e6), (40, 100.0)])
-def test_phases_are_right_at_any_position(width, theta):
+def test_phases_are_right_at_long_contexts(width, theta):
     """A float32 product of position and frequency would be off by 0.1 at the last of these."""
     positions = np.concatenate(
         [

@@ -37,6 +37,7 @@ MECHANISMS = {
     "lrkv": LRKV(num_heads=8, rank=3, **MANY),
     "lrkv shared": LRKV(num_heads=4, rank=3, position="shared", **MANY),
     "lrkv 18": LRKV(num_heads=18, rank=2, head_dim=6),
+    "gqa rows": GQA(num_heads=8, num_kv_heads=4, head_dim=64),  # unpadded: rows split into heads
 }
 MESHES = ((2, 4), (4, 2))
 
@@ -141,7 +142,15 @@ def test_gradients_and_a_step_equal_those_of_one_device(name, mesh):
 # ------------------------------------------------------------------ decode
 
 LAYOUTS = [(*mesh, layout) for mesh in MESHES for layout in ("rows", "columns")]
-DECODED = {"mla": 1, "mla full": 2, "mfa": 2, "lrkv": 3, "lrkv shared": 1, "lrkv 18": 0}
+DECODED = {
+    "gqa rows": 2,
+    "mla": 1,
+    "mla full": 2,
+    "mfa": 2,
+    "lrkv": 3,
+    "lrkv shared": 1,
+    "lrkv 18": 0,
+}
 
 
 @pytest.mark.parametrize(("name", "layout"), cases(DECODED, tuple(LAYOUTS)))

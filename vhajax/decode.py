@@ -69,6 +69,7 @@ def prefill(
       extend: continue a cache that is not empty (a chunked prompt).
     Returns:
       float32 logits [B, V] after each row's last valid token (padded ids −inf), and the cache.
+      A row without valid tokens gets no meaningful logits: keep those of its earlier chunk.
     Raises:
       UserError: more tokens than the cache has slots, before anything compiles. A chunk's fit
         cannot be seen there: tokens past the last slot are dropped, so check lengths yourself.

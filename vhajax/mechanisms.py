@@ -100,6 +100,15 @@ class RopeScaling:
         owner = "attention.rope_scaling"
         require_choice(owner, kind=(self.kind, ("none", "llama3", "yarn")))
         require(self.factor >= 1, f"{owner}.factor is {self.factor}; it must be at least 1.")
+        require(
+            self.kind != "none" or self.factor == 1,
+            f"{owner}.factor is {self.factor}, but {owner}.kind is 'none'; choose llama3 or yarn.",
+        )
+        require(
+            self.kind == "yarn" or not self.attention_factor,
+            f"{owner}.attention_factor is {self.attention_factor}, which only yarn uses; "
+            "leave it at 0.",
+        )
         require_positive(
             owner,
             original_length=self.original_length,
@@ -135,7 +144,7 @@ class Common:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     qkv_bias: bool = False
-    """Biases on what is projected from the input: queries, keys, values or latents."""
+    """Biases of queries, and of keys and values or of the latent they come from."""
     out_bias: bool = False
     logit_cap: float = 0.0
     """c of logits c·tanh(logits / c), as in Gemma 2 (0: none)."""
@@ -143,8 +152,16 @@ class Common:
     """Sigmoid gate on every head's output, from the layer's input."""
 
     def __post_init__(self) -> None:
-        require_positive("attention", head_dim=self.head_dim, rope_theta=self.rope_theta)
+        require_positive("attention", head_dim=self.head_dim)
         require_not_negative("attention", value_dim=self.value_dim, logit_cap=self.logit_cap)
+        require(
+            1 < self.rope_theta < math.inf,
+            f"attention.rope_theta is {self.rope_theta}; it must be greater than 1 and finite.",
+        )
+        require(
+            self.logit_cap < math.inf,
+            f"attention.logit_cap is {self.logit_cap}; it must be finite (0 means none).",
+        )
         require_choice("attention", qk_norm=(self.qk_norm, NORMS))
 
     @property

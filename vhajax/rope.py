@@ -1,8 +1,8 @@
-"""Rotary position embedding, half-split (as in Llama and Qwen), right at any position.
+"""Rotary position embedding, half-split (as in Llama and Qwen), right at long contexts.
 
 A phase is position × frequency, which float32 cannot hold past some ten thousand positions (an
 error of 0.01 rad at position 131,071). Turns are kept as 32-bit fractions instead: whole turns
-overflow away, and what is left is exact to 1e-6 rad below two million positions.
+overflow away, and what is left is exact to 3e-6 rad below two million positions.
 """
 
 import math

@@ -80,7 +80,12 @@ def reshard(x: jax.Array, names: Names) -> jax.Array:
 def einsum(
     equation: str, x: jax.Array, w: jax.Array, *, out: Names, precision: Any = None
 ) -> jax.Array:
-    """`jnp.einsum` of two operands whose result lies as `out` says (one name a letter)."""
+    """`jnp.einsum` of two operands whose result lies as `out` says (one name a letter).
+
+    precision: by default float32 operands are multiplied as such, where a TPU would take bfloat16.
+    """
+    if precision is None and x.dtype == w.dtype == jnp.float32:
+        precision = jax.lax.Precision.HIGHEST
     sharding = None
     if _mesh() is not None:
         left, right, result = re.split(",|->", equation)

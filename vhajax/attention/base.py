@@ -32,13 +32,15 @@ class Attention(nnx.Module):
     the training form), `store` (what the cache gets) and `decode` (attention over stored parts).
     """
 
-    def __init__(self, cfg: config.Attention, model: config.Model, key: jax.Array, q_dim: int = 0):
-        """q_dim: width of a query head (0: head_dim)."""
+    def __init__(
+        self, cfg: config.Attention, model: config.Model, key: jax.Array, key_dim: int = 0
+    ):
+        """key_dim: whole width of a head's queries and keys (0: head_dim)."""
         self.cfg = cfg
-        self.scale = 1 / math.sqrt(q_dim or cfg.head_dim)
+        self.scale = 1 / math.sqrt(key_dim or cfg.head_dim)
         query_key, key_key, value_key, out_key = jax.random.split(key, 4)
         D, N, V = model.dim, cfg.num_heads, cfg.v_dim
-        self._init_query(model, q_dim or cfg.head_dim, query_key)
+        self._init_query(model, key_dim or cfg.head_dim, query_key)
         self._init_keys(model, key_key, value_key)
         out = normal(out_key, (N, V, D), N * V) / math.sqrt(2 * model.num_layers)
         self.out = weight(out, ("model", None, "data"), matrix=Matrix(rows=2))
@@ -47,10 +49,10 @@ class Attention(nnx.Module):
         if cfg.output_gate:
             gate = normal(jax.random.fold_in(out_key, 1), (D, N, V), D)
             self.gate = weight(gate, ("data", "model", None))
-        self.query_norm = RMSNorm(q_dim or cfg.head_dim, cfg.qk_norm, model.norm_eps)
-        self.key_norm = RMSNorm(q_dim or cfg.head_dim, cfg.qk_norm, model.norm_eps)
+        self.query_norm = RMSNorm(key_dim or cfg.head_dim, cfg.qk_norm, model.norm_eps)
+        self.key_norm = RMSNorm(key_dim or cfg.head_dim, cfg.qk_norm, model.norm_eps)
 
-    def _init_query(self, model: config.Model, q_dim: int, key: jax.Array) -> None:
+    def _init_query(self, model: config.Model, key_dim: int, key: jax.Array) -> None:
         """[D, N, H], or through a latent [D, C_q] and its norm."""
         cfg, width = self.cfg, model.dim
         if isinstance(cfg, config.MLA | config.MFA) and cfg.query_latent_dim:
@@ -59,7 +61,7 @@ class Attention(nnx.Module):
             self.query_latent = weight(normal(down_key, shape, width), ("data", None))
             width = cfg.query_latent_dim
             self.query_latent_norm = RMSNorm(width, cfg.latent_norm, model.norm_eps)
-        shape = (width, cfg.num_heads, q_dim)
+        shape = (width, cfg.num_heads, key_dim)
         self.query = weight(normal(key, shape, width), ("data", "model", None))
         self._init_bias("query_bias", shape[1:])
 

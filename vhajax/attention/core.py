@@ -48,7 +48,14 @@ def attend(
         import tokamax  # 7 s to import: only where its kernels run
 
         return tokamax.dot_product_attention(
-            q, k, v, mask=mask[:, None], scale=scale, is_causal=True, logits_soft_cap=cap or None
+            q,
+            k,
+            v,
+            mask=mask[:, None],
+            scale=scale,
+            is_causal=True,
+            logits_soft_cap=cap or None,
+            precision=HIGHEST if q.dtype == jnp.float32 else None,  # a TPU's default is bfloat16
         )
 
     mask = document_mask(reshard(segments, (batch, None)), window)
