@@ -86,6 +86,11 @@ class Attention(nnx.Module):
         y = einsum("BTD,DNH->BTNH", x, gathered(getattr(self, name), x.dtype), out=HEADS)
         return y + gathered(getattr(self, f"{name}_bias"), x.dtype) if self.cfg.qkv_bias else y
 
+    def shared(self, x: jax.Array, name: str) -> jax.Array:
+        """A projection for all heads at once, with its bias if any: [B, T, D] → [B, T, C]."""
+        y = einsum("BTD,DC->BTC", x, gathered(getattr(self, name), x.dtype), out=ACTIVATIONS)
+        return y + gathered(getattr(self, f"{name}_bias"), x.dtype) if self.cfg.qkv_bias else y
+
     def rotated(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
         return rotate(heads, positions, self.cfg.rope_theta, self.cfg.rope_scaling)
 

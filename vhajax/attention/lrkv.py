@@ -11,7 +11,7 @@ from vhajax import config
 from vhajax.attention.base import HEADS, Attention, Stored
 from vhajax.attention.cached import mix, rotated_scores, scores, softmax
 from vhajax.attention.core import HIGHEST
-from vhajax.layers import ACTIVATIONS, inverse_rms, normal
+from vhajax.layers import inverse_rms, normal
 from vhajax.sharding import Matrix, einsum, gathered, weight
 
 RESIDUAL = 0.1  # norm of U Bᵀ over the norm of the shared matrix at the start
@@ -67,10 +67,6 @@ class LRKVAttention(Attention):
     def _factor(self, name: str) -> nnx.Param:
         return getattr(self, name)
 
-    def _shared(self, x: jax.Array, name: str) -> jax.Array:
-        y = einsum("BTD,DH->BTH", x, gathered(getattr(self, name), x.dtype), out=ACTIVATIONS)
-        return y + gathered(getattr(self, f"{name}_bias"), x.dtype) if self.cfg.qkv_bias else y
-
     def _latents(self, x: jax.Array, name: str) -> jax.Array | None:
         if not self.lrkv.rank:
             return None
@@ -82,7 +78,7 @@ class LRKVAttention(Attention):
         q = plain if self.lrkv.position == "none" else self.rotated(plain, positions)
         if self.lrkv.position == "shared" and self.lrkv.rank:
             q = jnp.concatenate([q, plain], axis=-1)
-        shared = (self._shared(x, "key"), self._shared(x, "value"))
+        shared = (self.shared(x, "key"), self.shared(x, "value"))
         return Factors(q, *shared, self._latents(x, "key"), self._latents(x, "value"))
 
     def _residual(self, latents: jax.Array, name: str) -> jax.Array:

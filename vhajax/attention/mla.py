@@ -9,7 +9,7 @@ from vhajax import config
 from vhajax.attention.base import HEADS, Attention, Stored
 from vhajax.attention.cached import mix, rotated_scores, scores, softmax
 from vhajax.attention.core import HIGHEST
-from vhajax.layers import ACTIVATIONS, RMSNorm, inverse_rms, normal
+from vhajax.layers import RMSNorm, inverse_rms, normal
 from vhajax.sharding import einsum, gathered, reshard, weight
 
 
@@ -57,15 +57,10 @@ class MLAttention(Attention):
         assert isinstance(self.cfg, config.MLA)
         return self.cfg
 
-    def _down(self, x: jax.Array, name: str) -> jax.Array:
-        """[B, T, D] → [B, T, C], the same for all heads."""
-        y = einsum("BTD,DC->BTC", x, gathered(getattr(self, name), x.dtype), out=ACTIVATIONS)
-        return y + gathered(getattr(self, f"{name}_bias"), x.dtype) if self.cfg.qkv_bias else y
-
     def project(self, x: jax.Array, positions: jax.Array) -> Latents:
         q = self._rotate_tail(self.query_norm(self.queries(x)), positions)
-        shared = self._down(x, "shared_key")[:, :, None] if self.mla.shared_key_dim else None
-        return Latents(q, self.latent_norm(self._down(x, "latent")), shared)
+        shared = self.shared(x, "shared_key")[:, :, None] if self.mla.shared_key_dim else None
+        return Latents(q, self.latent_norm(self.shared(x, "latent")), shared)
 
     def _rotate_tail(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
         """The part of whole heads that carries positions, rotated."""
