@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from tiny import run_json
 
 from vhajax import cli
 from vhajax.config import VHA
@@ -37,17 +38,6 @@ def shared(tmp_path_factory) -> Path:
     status = cli.main(["train", str(folder / "tiny.py"), "--run-dir", str(folder / "run")])
     assert status == 0
     return folder
-
-
-def run_json(capsys, *args: str) -> dict:
-    """What a command that works prints: one JSON object and nothing else on stdout."""
-    capsys.readouterr()
-    assert cli.main([*args, "--json"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    value = json.loads(out)
-    assert isinstance(value, dict)
-    return value
 
 
 # Help.

@@ -1,7 +1,6 @@
 """Conversions: each map against NumPy written apart, what calibration gains, the command line."""
 
 import dataclasses
-import json
 import math
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 import tiny
+from tiny import run_json
 
 from vhajax import (
     calibrate,
@@ -386,14 +386,6 @@ def shared(tmp_path_factory) -> Path:
         what = tiny.changed(tiny.gqa_experiment(data), {"model.attention": attention})
         tiny.save_weights(folder / name, what, oracle.random_params(what.model))
     return folder
-
-
-def run_json(capsys, *args: str) -> dict:
-    capsys.readouterr()
-    assert cli.main([*args, "--json"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    return json.loads(out)
 
 
 GOOD = {

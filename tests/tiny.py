@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vhajax import metrics
+from vhajax import cli, metrics
 from vhajax.config import GQA, VHA, Data, Experiment, Mesh, Model, Optim, Train
 from vhajax.prepare import prepare
 from vhajax.sources import BadRows, Document
@@ -148,3 +148,14 @@ def after_step(monkeypatch, step: int, action) -> None:
             action()
 
     monkeypatch.setattr(metrics.MetricsLog, "write", write_and_act)
+
+
+def run_json(capsys, *args: str) -> dict:
+    """What a command that works prints: one JSON object and nothing else on stdout."""
+    capsys.readouterr()
+    assert cli.main([*args, "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    value = json.loads(out)
+    assert isinstance(value, dict)
+    return value

@@ -1,7 +1,7 @@
 """One layer's cache: what a mechanism stores of every token, in the layout its backend reads best.
 
 An accelerator reads one padded row a token (what its kernels want). XLA on CPU reads a matrix whose
-minor axis is the sequence three times faster than slices of a row, so there every part is an array
+minor axis is the sequence many times faster than slices of a row, so there every part is an array
 of its own, features first.
 """
 
@@ -52,22 +52,15 @@ def create(
     row: CacheRow, num_heads: int, batch: int, capacity: int, dtype, layout: Layout | None = None
 ) -> LayerCache:
     """An empty cache of `capacity` slots; over `model` lies what divides into heads there."""
-    layout = layout or default_layout()
-    lead = axis_for("data", batch)
-    if layout == "rows":
-        axis = _row_axis(row, num_heads)
-        arrays = [reshard(jnp.zeros((batch, capacity, row.padded), dtype), (lead, None, axis))]
+    if (layout or default_layout()) == "rows":
+        shapes = [(batch, capacity, row.padded)]
     else:
-        arrays = []
-        for heads, width in row.parts:
-            shape = (batch, row.groups * heads, width, capacity)
-            axis = part_axis(row.groups * heads, num_heads)
-            arrays.append(reshard(jnp.zeros(shape, dtype), (lead, axis, None, None)))
-    scales = None
-    if row.scales:
-        scales = jnp.ones((batch, row.scales, capacity), jnp.float32)
-        scales = reshard(scales, (lead, part_axis(row.scales, num_heads), None))
-    return LayerCache(tuple(arrays), scales, row)
+        shapes = [(batch, row.groups * heads, width, capacity) for heads, width in row.parts]
+    scales = jnp.ones((batch, row.scales, capacity), jnp.float32) if row.scales else None
+    cache = LayerCache(tuple(jnp.zeros(shape, dtype) for shape in shapes), scales, row)
+    leaves, tree = jax.tree.flatten(cache)
+    places = placements(cache, num_heads)
+    return tree.unflatten([reshard(x, p) for x, p in zip(leaves, places, strict=True)])
 
 
 def part_axis(heads: int, num_heads: int) -> str | None:

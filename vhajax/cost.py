@@ -16,7 +16,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from vhajax.config import GQA, LRKV, MFA, MLA, VHA, Attention, Model
-from vhajax.mechanisms import Common, require
+from vhajax.mechanisms import require
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
@@ -70,7 +70,7 @@ def projections(cfg: Attention, D: int) -> dict[str, int]:
 def _query(cfg: Attention, D: int) -> dict[str, int]:
     if isinstance(cfg, VHA):
         return {"query": D * cfg.num_physical_heads * cfg.q_dim}
-    heads = cfg.num_heads * _key_width(cfg)
+    heads = cfg.num_heads * cfg.key_dim
     if isinstance(cfg, MLA | MFA) and cfg.query_latent_dim:
         return {"query_latent": D * cfg.query_latent_dim, "query": cfg.query_latent_dim * heads}
     return {"query": D * heads}
@@ -89,11 +89,6 @@ def _keys(cfg: Attention, D: int) -> dict[str, int]:
     return {"key": D * cfg.num_kv_heads * H, "value": D * cfg.num_kv_heads * V}
 
 
-def _key_width(cfg: Attention) -> int:
-    """Width of a head's whole key, which QK-norm acts on."""
-    return cfg.head_dim + (cfg.shared_key_dim if isinstance(cfg, MLA) else 0)
-
-
 def _mixers(cfg: Attention) -> int:
     """Premix [K, Q, H], Postmix U and V [N, r]."""
     if not isinstance(cfg, VHA):
@@ -110,7 +105,7 @@ def _biases(cfg: Attention, D: int) -> int:
     if isinstance(cfg, VHA):
         query = cfg.num_physical_heads * cfg.q_dim
     else:
-        query = cfg.num_heads * _key_width(cfg)
+        query = cfg.num_heads * cfg.key_dim
     if isinstance(cfg, MLA):
         return out + query + cfg.latent_dim + cfg.shared_key_dim
     return out + query + (1 if isinstance(cfg, LRKV) else cfg.num_kv_heads) * (H + V)
@@ -118,7 +113,7 @@ def _biases(cfg: Attention, D: int) -> int:
 
 def _attention_norms(cfg: Attention) -> int:
     """Weights of QK-norm and of the norms on latents, one layer's."""
-    weights = 2 * _key_width(cfg) if cfg.qk_norm == "weighted" else 0
+    weights = 2 * cfg.key_dim if cfg.qk_norm == "weighted" else 0
     if isinstance(cfg, MLA | MFA) and cfg.latent_norm == "weighted":
         weights += cfg.query_latent_dim + (cfg.latent_dim if isinstance(cfg, MLA) else 0)
     return weights
@@ -206,7 +201,7 @@ def _pair(cfg: Attention) -> int:
 
     LRKV in position `shared` runs attention over [P q | q] and [P k_s | B z]: scores twice as wide.
     """
-    width = _key_width(cfg)
+    width = cfg.key_dim
     if isinstance(cfg, LRKV) and cfg.position == "shared" and cfg.rank:
         width *= 2
     return cfg.num_heads * (width + cfg.v_dim)
@@ -300,9 +295,7 @@ def folded(model: Model) -> Model:
     cfg = model.attention
     if not isinstance(cfg, VHA):
         return model
-    common = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(Common)}
-    gqa = GQA(num_heads=cfg.num_heads, num_kv_heads=cfg.num_kv_heads, **common)
-    return dataclasses.replace(model, attention=gqa)
+    return dataclasses.replace(model, attention=cfg.folded())
 
 
 # ------------------------------------------------------------------ cache

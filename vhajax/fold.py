@@ -13,18 +13,12 @@ import numpy as np
 from vhajax import checkpoint, config, runs, targets, transformer
 from vhajax.attention.vha import fold_postmix, fold_premix
 from vhajax.errors import UserError
-from vhajax.mechanisms import Common
 from vhajax.sharding import with_arrays
 from vhajax.step import TrainState
 
 Params = dict[str, Any]
 """float32 arrays by path, layers stacked: `blocks.attention.*` [L, …]."""
 HEADS = "blocks.attention."
-
-
-def common(attention: config.Attention) -> dict[str, Any]:
-    """The fields that every mechanism has, which no map changes."""
-    return {f.name: getattr(attention, f.name) for f in dataclasses.fields(Common)}
 
 
 def to_gqa(model: config.Model, params: Params) -> tuple[config.Model, Params]:
@@ -43,7 +37,6 @@ def to_gqa(model: config.Model, params: Params) -> tuple[config.Model, Params]:
         raise UserError(
             f"Only VHA folds to GQA and this model is {vha.summary()}; leave it as it is."
         )
-    gqa = config.GQA(num_heads=vha.num_heads, num_kv_heads=vha.num_kv_heads, **common(vha))
     folded = dict(params)
     part = lambda name: folded.pop(f"{HEADS}{name}")  # noqa: E731
     if vha.premix:
@@ -55,7 +48,7 @@ def to_gqa(model: config.Model, params: Params) -> tuple[config.Model, Params]:
     if vha.rank:
         u, v = part("postmix_u"), part("postmix_v")
         folded[f"{HEADS}out"] = jax.jit(jax.vmap(fold_postmix))(u, v, part("out"))
-    return dataclasses.replace(model, attention=gqa), folded
+    return dataclasses.replace(model, attention=vha.folded()), folded
 
 
 def lrkv_to_mha(model: config.Model, params: Params) -> tuple[config.Model, Params]:
@@ -70,7 +63,7 @@ def lrkv_to_mha(model: config.Model, params: Params) -> tuple[config.Model, Para
     assert isinstance(lrkv, config.LRKV)
     targets.check_expands(lrkv)
     N = lrkv.num_heads
-    mha = config.GQA(num_heads=N, num_kv_heads=N, **common(lrkv))
+    mha = config.GQA(num_heads=N, num_kv_heads=N, **lrkv.common())
     expanded = dict(params)
     for name in ("key", "value"):
         shared = np.asarray(params[f"{HEADS}{name}"], np.float64)

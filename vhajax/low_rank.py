@@ -7,7 +7,7 @@ import numpy as np
 
 from vhajax import config
 from vhajax.errors import UserError
-from vhajax.fold import HEADS, Params, common
+from vhajax.fold import HEADS, Params
 
 FALL = 0.01  # a round that lowers the squared error by less than this share is the last
 ROUNDS = 200
@@ -79,7 +79,7 @@ def to_lrkv(
     mha = model.attention
     assert isinstance(mha, config.GQA)
     assert mha.num_heads == mha.num_kv_heads
-    lrkv = config.LRKV(num_heads=mha.num_heads, rank=rank, **common(mha))
+    lrkv = config.LRKV(num_heads=mha.num_heads, rank=rank, **mha.common())
     made, errors = dict(params), {}
     for name in ("key", "value"):
         heads = np.moveaxis(np.asarray(params[f"{HEADS}{name}"]), 2, 1)  # [L, N, D, H]

@@ -6,9 +6,10 @@ P physical query heads, K KV heads, G = N/K group, H head dim, Q physical query 
 C latent width, F FFN width, L layers, V vocabulary.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from vhajax.errors import UserError
 
@@ -169,6 +170,15 @@ class Common:
         """Width of a value head with its default resolved."""
         return self.value_dim or self.head_dim
 
+    @property
+    def key_dim(self) -> int:
+        """Width of a head's whole query and key, which QK-norm acts on."""
+        return self.head_dim
+
+    def common(self) -> dict[str, Any]:
+        """The fields that every mechanism has, by name."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(Common)}
+
     def check_rope(self, name: str, width: int) -> None:
         require(width % 2 == 0, f"attention.{name} is {width}; RoPE needs an even width.")
 
@@ -252,6 +262,10 @@ class MLA(Common):
     def shared_key_dim(self) -> int:
         """Width of the decoupled key; 0 in the simplified form."""
         return self.rope_dim if self.position == "decoupled" else 0
+
+    @property
+    def key_dim(self) -> int:
+        return self.head_dim + self.shared_key_dim
 
     def summary(self) -> str:
         return f"MLA N {self.num_heads}, H {self.head_dim}, C {self.latent_dim}, {self.position}"
@@ -355,6 +369,10 @@ class VHA(Common):
     def rank(self) -> int:
         """Postmix rank with its default resolved."""
         return max(1, self.num_heads // 4) if self.postmix_rank == -1 else self.postmix_rank
+
+    def folded(self) -> GQA:
+        """The GQA that it equals."""
+        return GQA(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, **self.common())
 
     def summary(self) -> str:
         return (

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from vhajax import config
-from vhajax.fold import HEADS, Params, common, repeat_heads
+from vhajax.fold import HEADS, Params, repeat_heads
 
 
 def merge_heads(
@@ -44,7 +44,7 @@ def add_postmix(model: config.Model, params: Params, rank: int) -> tuple[config.
         num_kv_heads=gqa.num_kv_heads,
         premix=False,
         postmix_rank=rank,
-        **common(gqa),
+        **gqa.common(),
     )
     made, shape = dict(params), (model.num_layers, gqa.num_heads, vha.rank)
     if vha.rank:

@@ -32,15 +32,12 @@ class Attention(nnx.Module):
     the training form), `store` (what the cache gets) and `decode` (attention over stored parts).
     """
 
-    def __init__(
-        self, cfg: config.Attention, model: config.Model, key: jax.Array, key_dim: int = 0
-    ):
-        """key_dim: whole width of a head's queries and keys (0: head_dim)."""
+    def __init__(self, cfg: config.Attention, model: config.Model, key: jax.Array):
         self.cfg = cfg
-        self.scale = 1 / math.sqrt(key_dim or cfg.head_dim)
+        self.scale = 1 / math.sqrt(cfg.key_dim)
         query_key, key_key, value_key, out_key = jax.random.split(key, 4)
         D, N, V = model.dim, cfg.num_heads, cfg.v_dim
-        self._init_query(model, key_dim or cfg.head_dim, query_key)
+        self._init_query(model, query_key)
         self._init_keys(model, key_key, value_key)
         out = normal(out_key, (N, V, D), N * V) / math.sqrt(2 * model.num_layers)
         self.out = weight(out, ("model", None, "data"), matrix=Matrix(rows=2))
@@ -49,10 +46,10 @@ class Attention(nnx.Module):
         if cfg.output_gate:
             gate = normal(jax.random.fold_in(out_key, 1), (D, N, V), D)
             self.gate = weight(gate, ("data", "model", None))
-        self.query_norm = RMSNorm(key_dim or cfg.head_dim, cfg.qk_norm, model.norm_eps)
-        self.key_norm = RMSNorm(key_dim or cfg.head_dim, cfg.qk_norm, model.norm_eps)
+        self.query_norm = RMSNorm(cfg.key_dim, cfg.qk_norm, model.norm_eps)
+        self.key_norm = RMSNorm(cfg.key_dim, cfg.qk_norm, model.norm_eps)
 
-    def _init_query(self, model: config.Model, key_dim: int, key: jax.Array) -> None:
+    def _init_query(self, model: config.Model, key: jax.Array) -> None:
         """[D, N, H], or through a latent [D, C_q] and its norm."""
         cfg, width = self.cfg, model.dim
         if isinstance(cfg, config.MLA | config.MFA) and cfg.query_latent_dim:
@@ -61,7 +58,7 @@ class Attention(nnx.Module):
             self.query_latent = weight(normal(down_key, shape, width), ("data", None))
             width = cfg.query_latent_dim
             self.query_latent_norm = RMSNorm(width, cfg.latent_norm, model.norm_eps)
-        shape = (width, cfg.num_heads, key_dim)
+        shape = (width, cfg.num_heads, cfg.key_dim)
         self.query = weight(normal(key, shape, width), ("data", "model", None))
         self._init_bias("query_bias", shape[1:])
 
@@ -93,6 +90,12 @@ class Attention(nnx.Module):
 
     def rotated(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
         return rotate(heads, positions, self.cfg.rope_theta, self.cfg.rope_scaling)
+
+    def key_scale(self) -> jax.Array:
+        """γ, the weight of QK-norm on whole keys; ones where it has none."""
+        if self.cfg.qk_norm == "weighted":
+            return self.key_norm.scale[...]
+        return jnp.ones(self.cfg.key_dim)
 
     def output(self, o: jax.Array, x: jax.Array) -> jax.Array:
         """Heads [B, T, N, H_v] and the layer's input [B, T, D] → [B, T, D]."""

@@ -98,7 +98,7 @@ class LRKVAttention(Attention):
         # The norm of the sum scales both of its terms.
         shared = jnp.broadcast_to(shared, total.shape)
         if self.lrkv.qk_norm != "none":
-            scale = inverse_rms(total, self.key_norm.eps) * self._key_scale()
+            scale = inverse_rms(total, self.key_norm.eps) * self.key_scale()
             shared, residual = ((x * scale).astype(x.dtype) for x in (shared, residual))
         return made.q, self._positioned(shared, residual, positions), value
 
@@ -109,17 +109,12 @@ class LRKVAttention(Attention):
         rotated = self.rotated(rotating, positions)
         return rotated if still is None else jnp.concatenate([rotated, still], axis=-1)
 
-    def _key_scale(self) -> jax.Array:
-        """γ, the weight of QK-norm on keys, [H]."""
-        weighted = self.lrkv.qk_norm == "weighted"
-        return self.key_norm.scale[...] if weighted else jnp.ones(self.lrkv.head_dim)
-
     def store(self, made: Factors, positions: jax.Array) -> Stored:
         shared, value = made.k[:, :, None], made.v[:, :, None]
         if made.zk is None or made.zv is None:  # MQA
             shared = self.key_norm(shared)
         else:
-            shared = (shared * self._key_scale()).astype(shared.dtype)
+            shared = (shared * self.key_scale()).astype(shared.dtype)
         if self.lrkv.position != "none":
             shared = self.rotated(shared, positions)
         if made.zk is None or made.zv is None:
@@ -135,7 +130,7 @@ class LRKVAttention(Attention):
         if not self.lrkv.rank:
             return ()
         key_up, value_up = (gathered(self._factor(n), jnp.float32) for n in ("key_up", "value_up"))
-        return key_up * self._key_scale(), value_up
+        return key_up * self.key_scale(), value_up
 
     def decode(self, q, parts, scales, mask, *factors) -> jax.Array:
         """Associative: q k_s + (q B^K) z^K, and a v_s + (a z^V) B^V.

@@ -34,9 +34,6 @@ class MLAttention(Attention):
     decode it is one inverse RMS a head and token, its weight moved into W_n^K and the shared key.
     """
 
-    def __init__(self, cfg: config.MLA, model: config.Model, key: jax.Array):
-        super().__init__(cfg, model, key, cfg.head_dim + cfg.shared_key_dim)
-
     def _init_keys(self, model: config.Model, key_key: jax.Array, value_key: jax.Array) -> None:
         cfg, D = self.mla, model.dim
         N, C = cfg.num_heads, cfg.latent_dim
@@ -88,22 +85,16 @@ class MLAttention(Attention):
     def store(self, made: Latents, positions: jax.Array) -> Stored:
         parts = [made.latent[:, :, None]]
         if made.shared_key is not None:
-            weighted = made.shared_key * self._key_scale()[self.mla.head_dim :]
+            weighted = made.shared_key * self.key_scale()[self.mla.head_dim :]
             rotated = self.rotated(weighted.astype(made.shared_key.dtype), positions)
             parts.append(rotated)
         if self.mla.qk_norm == "none":
             return Stored(tuple(parts))
         return Stored(tuple(parts), inverse_rms(self._whole_keys(made), self.key_norm.eps)[..., 0])
 
-    def _key_scale(self) -> jax.Array:
-        """The weight of QK-norm on keys, [H + H_rope]."""
-        if self.mla.qk_norm == "weighted":
-            return self.key_norm.scale[...]
-        return jnp.ones(self.mla.head_dim + self.mla.shared_key_dim)
-
     def decode_weights(self) -> tuple[jax.Array, ...]:
         """W^K with QK-norm's weight, and W^V: [N, C, ·]."""
-        key_up = gathered(self.key_up, jnp.float32) * self._key_scale()[: self.mla.head_dim]
+        key_up = gathered(self.key_up, jnp.float32) * self.key_scale()[: self.mla.head_dim]
         return key_up.swapaxes(0, 1), gathered(self.value_up, jnp.float32).swapaxes(0, 1)
 
     def decode(self, q, parts, scales, mask, key_up, value_up) -> jax.Array:

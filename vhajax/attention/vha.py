@@ -24,14 +24,14 @@ class VHAttention(GQAttention):
     QK-norm acts after Premix: a norm between W_Q and W would make the fold inexact.
     """
 
-    def _init_query(self, model: config.Model, key_dim: int, key: jax.Array) -> None:
+    def _init_query(self, model: config.Model, key: jax.Array) -> None:
         cfg, D = self.vha, model.dim
         query_key, premix_key, postmix_key = jax.random.split(key, 3)
         P, K, N = cfg.num_physical_heads, cfg.num_kv_heads, cfg.num_heads
         self.query = weight(normal(query_key, (D, P, cfg.q_dim), D), ("data", "model", None))
         self._init_bias("query_bias", (P, cfg.q_dim))
         if cfg.premix:
-            premix = init_premix(premix_key, K, cfg.q_dim, key_dim)
+            premix = init_premix(premix_key, K, cfg.q_dim, cfg.head_dim)
             self.premix = weight(premix, (None, None, None), matrix=Matrix(1))
         if cfg.rank:
             u = 0.01 * jax.random.normal(postmix_key, (N, cfg.rank))
