@@ -1,0 +1,128 @@
+"""What the entry points refuse: a sentence with the argument, its value and the fix."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.rows import padded
+
+DTYPES = (jnp.float32, jnp.bfloat16)
+ELEMENTS = 2**31  # offsets are 32-bit
+
+
+def require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ValueError(sentence)
+
+
+def positive(**values: int) -> None:
+    for name, value in values.items():
+        require(value >= 1, f"{name} is {value}; it must be at least 1.")
+
+
+def queries(q: jax.Array) -> tuple[int, int, int]:
+    require(
+        q.ndim == 3 and all(q.shape),
+        f"q has shape {q.shape}; it must be [B, N, H], one token a sequence.",
+    )
+    return q.shape
+
+
+def grouped(num_heads: int, num_kv_heads: int) -> None:
+    positive(num_kv_heads=num_kv_heads)
+    require(
+        num_heads % num_kv_heads == 0,
+        f"num_kv_heads is {num_kv_heads}, which does not divide the {num_heads} heads of q.",
+    )
+
+
+def rows(q: jax.Array, cache: jax.Array, lengths: jax.Array, elements: int) -> None:
+    require(
+        cache.ndim == 3 and cache.shape[0] == q.shape[0],
+        f"cache has shape {cache.shape}; it must be [B, S, W] with B = {q.shape[0]}, as q has.",
+    )
+    width = padded(elements)
+    require(
+        cache.shape[2] == width,
+        f"cache has rows of {cache.shape[2]}; these heads need {elements} elements, padded to "
+        f"W = {width}.",
+    )
+    require(cache.shape[1] >= 1, f"cache has shape {cache.shape}; it needs at least one slot.")
+    require(
+        any(cache.dtype == d for d in DTYPES),
+        f"cache is {cache.dtype}; it must be float32 or bfloat16.",
+    )
+    require(
+        cache.size < ELEMENTS,
+        f"cache has {cache.size} elements; offsets are 32-bit, so keep it under {ELEMENTS} by "
+        "calling for fewer sequences at a time.",
+    )
+    require(
+        lengths.shape == q.shape[:1] and lengths.dtype == jnp.int32,
+        f"lengths is {lengths.dtype}{list(lengths.shape)}; it must be int32[{q.shape[0]}].",
+    )
+
+
+def options(window: int | None, cap: float, splits: int | None) -> None:
+    if window is not None:
+        positive(window=window)
+    require(0 <= cap < float("inf"), f"cap is {cap}; it must be finite and not negative.")
+    if splits is not None:
+        positive(splits=splits)
+
+
+def total(first: Any, num_heads: int, total: int) -> None:
+    require(
+        num_heads <= total,
+        f"heads says that there are {total} heads, but q has {num_heads}.",
+    )
+    if isinstance(first, int):
+        require(
+            0 <= first <= total - num_heads,
+            f"heads begins at {first}; {num_heads} heads of {total} cannot begin there.",
+        )
+
+
+def factors(q: jax.Array, key_up: jax.Array, value_up: jax.Array) -> tuple[int, int]:
+    """R and V."""
+    _, N, H = q.shape
+    require(
+        key_up.ndim == 3 and key_up.shape[0] == N and key_up.shape[2] == H and key_up.shape[1] > 0,
+        f"key_up has shape {key_up.shape}; it must be [N, R, H] = [{N}, R, {H}] with R ≥ 1 "
+        "(at rank 0 the cache is that of MQA: gqa_decode).",
+    )
+    require(
+        value_up.ndim == 3 and value_up.shape[:2] == key_up.shape[:2] and value_up.shape[2] > 0,
+        f"value_up has shape {value_up.shape}; it must be [N, R, V] = [{N}, {key_up.shape[1]}, V].",
+    )
+    return key_up.shape[1], value_up.shape[2]
+
+
+def same_shape(name: str, x: jax.Array, q: jax.Array) -> None:
+    require(x.shape == q.shape, f"{name} has shape {x.shape}; it must be q's {q.shape}.")
+
+
+def scales(key_scales: jax.Array | None, q: jax.Array, cache: jax.Array) -> None:
+    if key_scales is None:
+        return
+    shape = (*q.shape[:2], cache.shape[1])
+    require(
+        key_scales.shape == shape and key_scales.dtype == jnp.float32,
+        f"key_scales is {key_scales.dtype}{list(key_scales.shape)}; it must be "
+        f"float32{list(shape)}, [B, N, S].",
+    )
+
+
+def rotation(frequencies: Any, q: jax.Array, q_residual: jax.Array | None) -> None:
+    H = q.shape[2]
+    require(H % 2 == 0, f"q has heads of {H}; RoPE needs an even width.")
+    require(
+        isinstance(frequencies, np.ndarray) and frequencies.shape == (H // 2,),
+        f"frequencies must be a NumPy array of H/2 = {H // 2}, known before the program runs.",
+    )
+    require(
+        q_residual is None,
+        "q_residual is given with frequencies; where whole keys are rotated q meets both terms.",
+    )

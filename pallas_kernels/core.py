@@ -1,0 +1,97 @@
+"""The one problem that all kernels solve, and who solves it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from pallas_kernels import chips
+from pallas_kernels.rows import Views
+
+Backend = Literal["auto", "jnp", "tpu"]
+BACKENDS = ("auto", "jnp", "tpu")
+
+
+class Attended(NamedTuple):
+    """What attention found, in float32.
+
+    out: each query's weighted mean of values. lse: log of the sum of its exponentials of logits.
+    A sequence without live slots has out 0 and lse −inf.
+    """
+
+    out: jax.Array
+    lse: jax.Array
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """LRKV's latent keys under RoPE: logits Σ_ρ z_ρ (t_n A)_ρ, see `decode.lrkv_rope_decode`.
+
+    rotor: [B, Z, P] float32 Aᵀ at slot 0, its halves at lanes 0 and P/2 on; Z lanes of the row.
+    heads: [M, Z] 1 where a lane belongs to a query's head, else 0.
+    start: lane of the row where those Z begin, a multiple of 128.
+    frequencies: [H/2] float64, radians a slot. multiplier: of cosine and sine.
+    """
+
+    rotor: jax.Array
+    heads: jax.Array
+    start: int
+    frequencies: np.ndarray
+    multiplier: float
+
+    def table(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Cosine and sine of nθ in float64: [n, P/2] each, zero beyond H/2."""
+        angles = slots[:, None].astype(np.float64) * self.frequencies
+        spare = self.rotor.shape[2] // 2 - len(self.frequencies)
+        return tuple(np.pad(f(angles), ((0, 0), (0, spare))) for f in (np.cos, np.sin))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Attention of one token a sequence over rows, every query laid out over what it reads.
+
+    name: of the kernel, in profiles and dumps.
+    q: [B, views, M, key_width] float32. scale: factor of its logits.
+    cache: [B, S, W]. lengths: [B] int32 live slots.
+    views: what each block of M queries reads.
+    window: slots seen, the last live one included, or None. cap: soft cap of logits, 0 for none.
+    scales: [B, M, S] float32 factors of logits, or None (one view only).
+    """
+
+    name: str
+    q: jax.Array
+    cache: jax.Array
+    lengths: jax.Array
+    views: Views
+    scale: float
+    window: int | None
+    cap: float
+    scales: jax.Array | None = None
+    rotation: Rotation | None = None
+
+
+def choose(backend: Backend) -> Literal["jnp", "tpu"]:
+    """The only place that chooses: the kernel where the program is traced for a TPU, else jnp."""
+    if backend != "auto":
+        return backend
+    platform, _ = chips.device()
+    return "tpu" if platform == "tpu" else "jnp"
+
+
+def solve(problem: Problem, splits: int | None, backend: Backend) -> Attended:
+    """out [B, views, M, value_width] float32 and lse [B, views, M]."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}.")
+    return _solver(choose(backend))(problem, splits)
+
+
+def _solver(backend: str) -> Callable[[Problem, int | None], Attended]:
+    if backend == "tpu":
+        from pallas_kernels import tpu
+
+        return tpu.solve
+    from pallas_kernels import reference
+
+    return reference.solve
