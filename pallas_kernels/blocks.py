@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from pallas_kernels import chips
-from pallas_kernels.check import require
+from pallas_kernels.check import UnsupportedError, require
 from pallas_kernels.chips import MIB, Chip
 from pallas_kernels.core import Problem
 from pallas_kernels.rows import LANES, Views, up
@@ -59,7 +59,7 @@ def plan(problem: Problem) -> tuple[Spec, Chip]:
         if vmem <= chip.vmem * 7 // 8:
             break
     else:
-        raise ValueError(
+        raise UnsupportedError(
             f"q and cache need {vmem // MIB} MiB of VMEM for {problem.q.shape[1]} × "
             f"{problem.q.shape[2]} queries over rows of {W} even {tile} rows at a time; "
             f"{chip.name} has {chip.vmem // MIB}. Use fewer heads or a smaller rank."

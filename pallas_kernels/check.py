@@ -12,9 +12,13 @@ DTYPES = (jnp.float32, jnp.bfloat16)
 ELEMENTS = 2**31  # offsets are 32-bit
 
 
+class UnsupportedError(ValueError):
+    """What these kernels refuse, in one sentence; raised before anything compiles."""
+
+
 def require(condition: bool, sentence: str) -> None:
     if not condition:
-        raise ValueError(sentence)
+        raise UnsupportedError(sentence)
 
 
 def positive(**values: int) -> None:

@@ -1,6 +1,5 @@
 """The one problem that all kernels solve, and who solves it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -8,10 +7,11 @@ import jax
 import numpy as np
 
 from pallas_kernels import chips
+from pallas_kernels.check import require
 from pallas_kernels.rows import Views
 
-Backend = Literal["auto", "jnp", "tpu"]
-BACKENDS = ("auto", "jnp", "tpu")
+Backend = Literal["auto", "jnp", "tpu", "interpret"]
+BACKENDS = ("auto", "jnp", "tpu", "interpret")
 
 
 class Attended(NamedTuple):
@@ -72,8 +72,13 @@ class Problem:
     rotation: Rotation | None = None
 
 
-def choose(backend: Backend) -> Literal["jnp", "tpu"]:
-    """The only place that chooses: the kernel where the program is traced for a TPU, else jnp."""
+def choose(backend: Backend) -> Backend:
+    """The only place that chooses: the kernel where the program is traced for a TPU, else jnp.
+
+    Raises:
+      UnsupportedError: an unknown name.
+    """
+    require(backend in BACKENDS, f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}.")
     if backend != "auto":
         return backend
     platform, _ = chips.device()
@@ -82,16 +87,11 @@ def choose(backend: Backend) -> Literal["jnp", "tpu"]:
 
 def solve(problem: Problem, splits: int | None, backend: Backend) -> Attended:
     """out [B, views, M, value_width] float32 and lse [B, views, M]."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}.")
-    return _solver(choose(backend))(problem, splits)
+    chosen = choose(backend)
+    if chosen == "jnp":
+        from pallas_kernels import reference
 
+        return reference.solve(problem)
+    from pallas_kernels import tpu
 
-def _solver(backend: str) -> Callable[[Problem, int | None], Attended]:
-    if backend == "tpu":
-        from pallas_kernels import tpu
-
-        return tpu.solve
-    from pallas_kernels import reference
-
-    return reference.solve
+    return tpu.solve(problem, splits, interpret=chosen == "interpret")

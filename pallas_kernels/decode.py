@@ -13,8 +13,9 @@ Common arguments:
   heads: (first, total) where these N queries are heads first … first + N − 1 of `total`, for
     instance on one shard; first may be traced. The row then holds what all heads need.
   splits: parts of a sequence that are computed apart and merged; None: one for each core.
-  backend: `tpu` (the Pallas kernel) or `jnp`; `auto`: the kernel where the program is for a TPU.
-All of them raise ValueError, naming the argument, before anything compiles.
+  backend: `tpu` (the Pallas kernel), `interpret` (the same in JAX's interpreter, for tests) or
+    `jnp`; `auto`: the kernel where the program is traced for a TPU, else jnp.
+All of them raise UnsupportedError, a ValueError that names the argument, before anything compiles.
 """
 
 import jax

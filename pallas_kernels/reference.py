@@ -9,9 +9,8 @@ from pallas_kernels.core import Attended, Problem, Rotation
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
-def solve(problem: Problem, splits: int | None) -> Attended:
+def solve(problem: Problem) -> Attended:
     """See `core.solve`. Computed in float32; the sequence is never split."""
-    del splits
     slots = jnp.arange(problem.cache.shape[1])
     live = slots < problem.lengths[:, None]
     if problem.window:

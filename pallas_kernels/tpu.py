@@ -31,13 +31,16 @@ from pallas_kernels.rows import LANES
 DEAD = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked logit: exp(DEAD − anything) is 0
 
 
-def solve(problem: Problem, splits: int | None) -> Attended:
-    """See `core.solve`; ValueError where the chip's VMEM or the cache's shape forbid it."""
+def solve(problem: Problem, splits: int | None, *, interpret: bool = False) -> Attended:
+    """See `core.solve`; UnsupportedError where the chip's VMEM or the cache's shape forbid it.
+
+    interpret: run the kernel in JAX's interpreter, on any device, slowly.
+    """
     from pallas_kernels.decode import merge
 
     spec, chip = blocks.plan(problem)
     splits = splits or chip.cores
-    out, lse = _call(problem, spec, splits)
+    out, lse = _call(problem, spec, splits, interpret)
     M = problem.q.shape[2]
     parts = Attended(out[..., :M, :], lse[..., :M, 0])
     return Attended(*(x[0] for x in parts)) if splits == 1 else merge(parts)
@@ -62,7 +65,9 @@ def tiles(problem: Problem, tile: int, splits: int):
     return begin, count, after, low, high
 
 
-def _call(problem: Problem, spec: Spec, splits: int) -> tuple[jax.Array, jax.Array]:
+def _call(
+    problem: Problem, spec: Spec, splits: int, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
     """Unmerged out [splits, B, views, M, value_width] and lse [splits, B, views, M, 128]."""
     cache, views, scales = problem.cache, spec.views, problem.scales
     B, M, V = cache.shape[0], spec.queries, len(views.views)
@@ -98,6 +103,7 @@ def _call(problem: Problem, spec: Spec, splits: int) -> tuple[jax.Array, jax.Arr
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=spec.vmem
         ),
+        interpret=pltpu.InterpretParams() if interpret else False,
         name=spec.name,
     )(*tiles(problem, spec.tile, splits), *operands)
 

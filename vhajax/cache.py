@@ -5,6 +5,7 @@ minor axis is the sequence many times faster than slices of a row, so there ever
 of its own, features first.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,6 +13,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import Backend
 from vhajax.mechanisms import CacheRow
 from vhajax.sharding import axis_for, head_axes, local, model_size, platform, reshard
 
@@ -27,11 +29,13 @@ class LayerCache:
       [B, heads, width, S] for each part of the row.
     scales: [B, N, S] float32 inverse RMS of keys that are sums, or None.
     row: what a token's row holds.
+    backend: what decodes rows, see `kernels.read`.
     """
 
     arrays: tuple[jax.Array, ...]
     scales: jax.Array | None
     row: CacheRow = field(metadata={"static": True})
+    backend: Backend = field(default="auto", metadata={"static": True})
 
     @property
     def layout(self) -> Layout:
@@ -43,21 +47,28 @@ class LayerCache:
         return self.arrays[0].shape[1 if self.layout == "rows" else 3]
 
 
-def default_layout() -> Layout:
-    """The only place that chooses a layout."""
-    return "columns" if platform() == "cpu" else "rows"
+def default_layout(backend: Backend = "auto") -> Layout:
+    """The only place that chooses a layout: rows for kernels and accelerators."""
+    return "rows" if platform() != "cpu" or backend in ("tpu", "interpret") else "columns"
 
 
 def create(
-    row: CacheRow, num_heads: int, batch: int, capacity: int, dtype, layout: Layout | None = None
+    row: CacheRow,
+    num_heads: int,
+    batch: int,
+    capacity: int,
+    dtype,
+    layout: Layout | None = None,
+    backend: Backend = "auto",
 ) -> LayerCache:
     """An empty cache of `capacity` slots; over `model` lies what divides into heads there."""
-    if (layout or default_layout()) == "rows":
+    if (layout or default_layout(backend)) == "rows":
         shapes = [(batch, capacity, row.padded)]
     else:
         shapes = [(batch, row.groups * heads, width, capacity) for heads, width in row.parts]
     scales = jnp.ones((batch, row.scales, capacity), jnp.float32) if row.scales else None
-    cache = LayerCache(tuple(jnp.zeros(shape, dtype) for shape in shapes), scales, row)
+    arrays = tuple(jnp.zeros(shape, dtype) for shape in shapes)
+    cache = LayerCache(arrays, scales, row, backend)
     leaves, tree = jax.tree.flatten(cache)
     places = placements(cache, num_heads)
     return tree.unflatten([reshard(x, p) for x, p in zip(leaves, places, strict=True)])
@@ -68,7 +79,8 @@ def part_axis(heads: int, num_heads: int) -> str | None:
     return head_axes(num_heads, heads)[1] if heads > 1 and model_size() > 1 else None
 
 
-def _row_axis(row: CacheRow, num_heads: int) -> str | None:
+def row_axis(row: CacheRow, num_heads: int) -> str | None:
+    """The mesh axis of rows: with the query heads where whole groups divide over it."""
     whole = row.groups > 1 and row.elements == row.padded
     return part_axis(row.groups, num_heads) if whole else None
 
@@ -103,13 +115,14 @@ def append(
         wide, new = cache.scales[:, :, None], scales[..., None]
         scales = _append_column(wide, new, slots, axis)[:, :, 0]
     # Without it XLA writes the token once for every reader, each time into a copy of the cache.
-    return jax.lax.optimization_barrier(LayerCache(tuple(arrays), scales, cache.row))
+    written = dataclasses.replace(cache, arrays=tuple(arrays), scales=scales)
+    return jax.lax.optimization_barrier(written)
 
 
 def _append_rows(
     cache: LayerCache, parts: Sequence[jax.Array], slots: jax.Array, num_heads: int
 ) -> jax.Array:
-    batch, axis = axis_for("data", slots.shape[0]), _row_axis(cache.row, num_heads)
+    batch, axis = axis_for("data", slots.shape[0]), row_axis(cache.row, num_heads)
     groups = cache.row.groups
 
     def write(rows: jax.Array, slots: jax.Array, *parts: jax.Array) -> jax.Array:
@@ -161,7 +174,7 @@ def placements(cache: LayerCache, num_heads: int) -> list[tuple[str | None, ...]
     batch = axis_for("data", cache.arrays[0].shape[0])
     places: list[tuple[str | None, ...]]
     if cache.layout == "rows":
-        places = [(batch, None, _row_axis(cache.row, num_heads))]
+        places = [(batch, None, row_axis(cache.row, num_heads))]
     else:
         places = [(batch, part_axis(a.shape[1], num_heads), None, None) for a in cache.arrays]
     if cache.scales is not None:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import Backend
 from vhajax.cache import LayerCache, Layout
 from vhajax.errors import UserError
 from vhajax.layers import compute_dtype
@@ -37,16 +38,28 @@ class Cache:
 
 
 def init_cache(
-    model: Transformer, batch: int, capacity: int, layout: Layout | None = None
+    model: Transformer,
+    batch: int,
+    capacity: int,
+    layout: Layout | None = None,
+    backend: Backend = "auto",
 ) -> Cache:
     """An empty cache for `batch` sequences of at most `capacity` tokens, in compute dtype.
 
-    layout: see `cache.LayerCache`; the one that this backend reads best by default.
+    Args:
+      layout: see `cache.LayerCache`; the one that this machine reads best by default.
+      backend: who decodes a token: `tpu`, the Pallas kernels; `interpret`, the same in JAX's
+        interpreter (for tests); `jnp`, XLA; `auto`, the kernels on a TPU where they can (MLA has
+        none yet), XLA elsewhere.
+    Raises:
+      UserError: an empty cache, or a backend that cannot decode this model here.
     """
     if batch < 1 or capacity < 1:
         raise UserError(f"A cache of {batch} × {capacity} (batch × capacity) holds nothing.")
     dtype = compute_dtype(model.cfg)
-    layers = tuple(b.attention.init_cache(batch, capacity, dtype, layout) for b in unstacked(model))
+    layers = tuple(
+        b.attention.init_cache(batch, capacity, dtype, layout, backend) for b in unstacked(model)
+    )
     return Cache(layers, jnp.zeros(batch, jnp.int32))
 
 

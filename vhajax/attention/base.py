@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import Backend
 from vhajax import cache, config
+from vhajax.attention import kernels
 from vhajax.attention.cached import read
 from vhajax.attention.core import Window, attend
 from vhajax.cache import LayerCache, Layout
@@ -124,8 +126,15 @@ class Attention(nnx.Module):
         """See `cached.read`: attention over stored parts, without forming keys of all heads."""
         raise NotImplementedError
 
+    has_kernel = False
+    """Whether `kernel` exists."""
+
+    def kernel(self, q, held: kernels.Rows, *weights) -> jax.Array:
+        """See `kernels.read`: `decode` of one token, by a Pallas kernel."""
+        raise NotImplementedError
+
     def decode_weights(self) -> tuple[jax.Array, ...]:
-        """Weights [N, …] that `decode` takes."""
+        """Weights [N, …] that `decode` and `kernel` take."""
         return ()
 
     # -------------------------------------------------------------- the three forms
@@ -142,10 +151,16 @@ class Attention(nnx.Module):
         return self.output(out, x)
 
     def init_cache(
-        self, batch: int, capacity: int, dtype, layout: Layout | None = None
+        self,
+        batch: int,
+        capacity: int,
+        dtype,
+        layout: Layout | None = None,
+        backend: Backend = "auto",
     ) -> LayerCache:
+        kernels.check(backend, layout, self.has_kernel)
         row = self.cfg.cache_row()
-        return cache.create(row, self.cfg.num_heads, batch, capacity, dtype, layout)
+        return cache.create(row, self.cfg.num_heads, batch, capacity, dtype, layout, backend)
 
     def _append(self, made, held: LayerCache, positions, valid) -> LayerCache:
         stored = self.store(made, positions)
@@ -182,6 +197,10 @@ class Attention(nnx.Module):
         made = self.project(x, positions)
         held = self._append(made, held, positions, valid)
         live = positions[:, 0] + valid.sum(axis=1)
-        weights = self.decode_weights()
-        out = read(self.decode, made.q, held, positions, live, window, weights)
+        out, weights = None, self.decode_weights()
+        if x.shape[1] == 1 and kernels.applies(held, self.has_kernel):
+            cap = self.cfg.logit_cap
+            out = kernels.read(self.kernel, made.q, held, live, window, cap, weights)
+        if out is None:
+            out = read(self.decode, made.q, held, positions, live, window, weights)
         return self.output(out, x), held

@@ -5,9 +5,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import gqa_decode
 from vhajax import config
 from vhajax.attention.base import Attention, Stored
 from vhajax.attention.cached import mix, scores, softmax
+from vhajax.attention.kernels import Rows
 from vhajax.layers import normal
 from vhajax.sharding import weight
 
@@ -52,3 +54,16 @@ class GQAttention(Attention):
             scores(q.astype(jnp.float32) * self.scale, keys), mask, self.cfg.logit_cap
         )
         return mix(weights, values, mask)
+
+    has_kernel = True
+
+    def kernel(self, q, held: Rows) -> jax.Array:
+        value_dim, options = self.cfg.v_dim, held.options
+        return gqa_decode(
+            q,
+            held.rows,
+            num_kv_heads=held.groups,
+            value_dim=value_dim,
+            scale=self.scale,
+            **options,
+        ).out

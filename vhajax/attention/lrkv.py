@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import gqa_decode, lrkv_decode
 from vhajax import config
 from vhajax.attention.base import HEADS, Attention, Stored
 from vhajax.attention.cached import mix, rotated_scores, scores, softmax
 from vhajax.attention.core import HIGHEST
+from vhajax.attention.kernels import Rows
 from vhajax.layers import inverse_rms, normal
+from vhajax.rope import frequencies
 from vhajax.sharding import Matrix, einsum, gathered, weight
 
 RESIDUAL = 0.1  # norm of U Bᵀ over the norm of the shared matrix at the start
@@ -157,3 +160,25 @@ class LRKVAttention(Attention):
         residual = mix(weights, zv, mask)
         up = jnp.einsum("BNTR,NRH->BNTH", residual, value_up, precision=HIGHEST)
         return mix(weights, v, mask) + up
+
+    has_kernel = True
+
+    def kernel(self, q, held: Rows, *factors) -> jax.Array:
+        """The same as `decode`, from rows."""
+        cfg, options = self.lrkv, held.options | {"scale": self.scale}
+        if not cfg.rank:
+            return gqa_decode(q, held.rows, num_kv_heads=1, value_dim=cfg.v_dim, **options).out
+        if cfg.position == "full":
+            theta, scaling = cfg.rope_theta, cfg.rope_scaling
+            options["frequencies"] = frequencies(cfg.head_dim, theta, scaling)
+            options["multiplier"] = scaling.multiplier
+        elif cfg.position == "shared":
+            q, options["q_residual"] = jnp.split(q, 2, axis=-1)
+        return lrkv_decode(
+            q,
+            held.rows,
+            key_up=factors[0],
+            value_up=factors[1],
+            key_scales=held.scales,
+            **options,
+        ).out
