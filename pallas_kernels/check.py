@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.rows import padded
+from pallas_kernels.rows import padded, up
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 ELEMENTS = 2**31  # offsets are 32-bit
@@ -111,11 +111,11 @@ def same_shape(name: str, x: jax.Array, q: jax.Array) -> None:
 def scales(key_scales: jax.Array | None, q: jax.Array, cache: jax.Array) -> None:
     if key_scales is None:
         return
-    shape = (*q.shape[:2], cache.shape[1])
+    B, N, S = *q.shape[:2], cache.shape[1]
     require(
-        key_scales.shape == shape and key_scales.dtype == jnp.float32,
+        key_scales.shape in ((B, N, S), (B, up(N, 8), S)) and key_scales.dtype == jnp.float32,
         f"key_scales is {key_scales.dtype}{list(key_scales.shape)}; it must be "
-        f"float32{list(shape)}, [B, N, S].",
+        f"float32{[B, N, S]}, [B, N, S], or with N padded to {up(N, 8)}.",
     )
 
 

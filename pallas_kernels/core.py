@@ -57,7 +57,7 @@ class Problem:
     cache: [B, S, W]. lengths: [B] int32 live slots.
     views: what each block of M queries reads.
     window: slots seen, the last live one included, or None. cap: soft cap of logits, 0 for none.
-    scales: [B, M, S] float32 factors of logits, or None (one view only).
+    scales: [B, M or more, S] float32 factors of logits, or None (one view only).
     """
 
     name: str

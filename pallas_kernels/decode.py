@@ -125,7 +125,8 @@ def lrkv_decode(
       q_residual: [B, N, H], the query of the latents where only the shared key is rotated; None: q.
       frequencies: [H/2] NumPy, radians a slot, where whole keys are rotated.
       multiplier: of cosine and sine in that rotation (YaRN).
-      key_scales: [B, N, S] float32 inverse RMS of whole keys, where QK-norm acts on their sum.
+      key_scales: [B, N, S] float32 inverse RMS of whole keys, where QK-norm acts on their sum. Pad
+        N to a multiple of 8: other shapes XLA lays out in its own way, and copies at every call.
     Returns:
       out [B, N, V], lse [B, N].
     """

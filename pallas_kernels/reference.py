@@ -32,7 +32,7 @@ def _view(problem: Problem, index: int, rows: jax.Array, live: jax.Array):
         logits += _rotated(rows, problem.rotation)
     logits *= problem.scale
     if problem.scales is not None:
-        logits *= problem.scales
+        logits *= problem.scales[:, : logits.shape[1]]
     if problem.cap:
         logits = problem.cap * jnp.tanh(logits / problem.cap)
     logits = jnp.where(live[:, None], logits, -jnp.inf)

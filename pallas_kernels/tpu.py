@@ -71,7 +71,7 @@ def _call(
     """Unmerged out [splits, B, views, M, value_width] and lse [splits, B, views, M, 128]."""
     cache, views, scales = problem.cache, spec.views, problem.scales
     B, M, V = cache.shape[0], spec.queries, len(views.views)
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     q = _rows_to(problem.q, M, 2).astype(cache.dtype)
     operands, specs = [q, cache], [_per_sequence(q), in_hbm]
     scratch = [pltpu.VMEM((BUFFERS, spec.tile, cache.shape[2]), cache.dtype)]

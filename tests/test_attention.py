@@ -184,7 +184,10 @@ def held(row: CacheRow, layout: str, parts: list[np.ndarray], scales=None) -> La
     else:
         arrays = [part.transpose(0, 2, 3, 1) for part in parts]
     if scales is not None:
-        scales = jnp.asarray(scales.swapaxes(1, 2))
+        scales = scales.swapaxes(1, 2)
+        if layout == "rows":
+            scales = np.pad(scales, ((0, 0), (0, -scales.shape[1] % 8), (0, 0)))
+        scales = jnp.asarray(scales)
     return LayerCache(tuple(map(jnp.asarray, arrays)), scales, row)
 
 

@@ -21,11 +21,21 @@ from vhajax.cache import LayerCache
 from vhajax.decode import Cache, decode_step, init_cache, prefill
 from vhajax.errors import UserError
 
-B, T, CAPACITY = 3, 11, 13
+B, T = 3, 11
 TOKENS = oracle.random_tokens((B, T), V)
 POSITIONS, SEGMENTS = oracle.documents([[11], [5, 6], [1, 7, 3]])
 ONE, ONE_SEGMENT = oracle.documents([[T]] * B)
 LAYOUTS = ("rows", "columns")
+KERNELS = [(name, row) for name, row in ROWS if not name.startswith("mla")]
+WAYS = [
+    *[(name, row, "xla") for name, row in ROWS],
+    *[pytest.param(name, row, "kernels", marks=pytest.mark.slow) for name, row in KERNELS],
+]
+NAMES = [
+    *[(name, "xla") for name in VARIANTS],
+    *[pytest.param(name, "kernels", marks=pytest.mark.slow) for name, row in KERNELS if row == 0],
+]
+"""Every row of options by XLA in one of the layouts, and by the interpreted kernels."""
 BFLOAT16 = 0.05
 """Twice the largest error seen: some thirty roundings of 2⁻⁹ on the way through two layers."""
 
@@ -35,22 +45,21 @@ class Case:
 
     def __init__(self, name: str, row: int):
         self.cfg = variants.model(name, row)
+        # Each variant is decoded in both layouts, one a row of options.
+        self.layout = LAYOUTS[(list(VARIANTS).index(name) + row) % 2]
         self.params = oracle.random_params(self.cfg, seed=row)
         self.model = transformer.unstack(oracle.build(self.cfg, self.params))
         self.expected = oracle.forward(self.cfg, self.params, TOKENS, ONE, ONE_SEGMENT)
         self.prefill = jax.jit(prefill, static_argnames="extend")
         self.step = jax.jit(decode_step)
 
-    def empty(self, layout: str) -> Cache:
-        return init_cache(self.model, B, CAPACITY, layout)
+    def empty(self, way: str) -> Cache:
+        if way == "kernels":  # which want 128 slots where there are scales
+            return init_cache(self.model, B, 128, backend="interpret")
+        return init_cache(self.model, B, 13, self.layout)
 
 
 case_of = functools.cache(Case)
-
-
-def layout_of(name: str, row: int) -> str:
-    """Each variant is decoded in both layouts, one a row of options."""
-    return LAYOUTS[(list(VARIANTS).index(name) + row) % 2]
 
 
 def test_the_rows_cover_every_pair_of_choices():
@@ -76,23 +85,32 @@ def test_the_training_forward_of_packed_documents_equals_the_oracle(name, row):
     assert_near(logits, expected[..., :V])
 
 
-@pytest.mark.parametrize(("name", "row"), ROWS)
-def test_token_by_token_decode_equals_the_oracle(name, row):
+@pytest.mark.parametrize(("name", "row", "way"), WAYS)
+def test_token_by_token_decode_equals_the_oracle(name, row, way):
     case = case_of(name, row)
-    cache = case.empty(layout_of(name, row))
+    cache = case.empty(way)
     for t in range(T):
         logits, cache = case.step(case.model, TOKENS[:, t], cache)
         assert_near(logits, case.expected[:, t])
     np.testing.assert_array_equal(cache.lengths, [T] * B)
 
 
-@pytest.mark.parametrize(("name", "row"), ROWS)
-def test_prefill_and_two_ragged_chunks_equal_the_oracle(name, row):
+@pytest.mark.parametrize(("name", "row"), KERNELS)
+def test_decode_by_the_kernels_equals_the_oracle(name, row):
+    case = case_of(name, row)
+    cache = case.empty("kernels")
+    for t in range(4):  # past the window of 3
+        logits, cache = case.step(case.model, TOKENS[:, t], cache)
+        assert_near(logits, case.expected[:, t])
+
+
+@pytest.mark.parametrize(("name", "row", "way"), WAYS)
+def test_prefill_and_two_ragged_chunks_equal_the_oracle(name, row, way):
     """Each continues in decode steps that are compiled already."""
-    case, layout = case_of(name, row), layout_of(name, row)
+    case = case_of(name, row)
     sizes = np.array([4, 1, 5])
     tokens, valid = TOKENS[:, :5], np.arange(5) < sizes[:, None]
-    logits, cache = case.prefill(case.model, tokens, case.empty(layout), valid)
+    logits, cache = case.prefill(case.model, tokens, case.empty(way), valid)
     assert_near(logits, case.expected[range(B), sizes - 1])
     chunk = np.stack([TOKENS[b, n : n + 5] for b, n in enumerate(sizes)])
     more = np.array([5, 2, 3])
@@ -109,14 +127,13 @@ def test_prefill_and_two_ragged_chunks_equal_the_oracle(name, row):
 # ------------------------------------------------------------------ keeping to itself
 
 LENGTHS = np.array([6, 2, 5], np.int32)
-DEAD = np.arange(CAPACITY) >= LENGTHS[:, None]
 
 
-def filled(case: Case, layout: str) -> Cache:
+def filled(case: Case, way: str) -> Cache:
     """A cache with noise in it, as if so many tokens had been read."""
     rng = np.random.default_rng(0)
     noise = lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype)  # noqa: E731
-    cache = case.empty(layout)
+    cache = case.empty(way)
     layers = [
         dataclasses.replace(
             layer,
@@ -132,35 +149,35 @@ def poisoned(cache: Cache, poison: float) -> Cache:
     """Dead slots of arrays and of scales, and the padding of rows."""
 
     def layer_of(layer: LayerCache) -> LayerCache:
+        dead = np.arange(layer.capacity) >= LENGTHS[:, None]
         if layer.layout == "rows":
             lanes = np.arange(layer.row.padded) >= layer.row.elements
-            arrays = [jnp.where(DEAD[:, :, None] | lanes, poison, x) for x in layer.arrays]
+            arrays = [jnp.where(dead[:, :, None] | lanes, poison, x) for x in layer.arrays]
         else:
-            arrays = [jnp.where(DEAD[:, None, None], poison, x) for x in layer.arrays]
+            arrays = [jnp.where(dead[:, None, None], poison, x) for x in layer.arrays]
         scales = layer.scales
         if scales is not None:
-            scales = jnp.where(DEAD[:, None], poison, scales)
+            scales = jnp.where(dead[:, None], poison, scales)
         return dataclasses.replace(layer, arrays=tuple(arrays), scales=scales)
 
     return Cache(tuple(map(layer_of, cache.layers)), cache.lengths)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_dead_slots_change_nothing_bit_for_bit(name):
-    for row in range(2):  # one layout each
-        case, layout = case_of(name, row), layout_of(name, row)
-        expected, _ = case.step(case.model, TOKENS[:, 0], filled(case, layout))
-        assert np.isfinite(expected[:, :V]).all()
-        for poison in (np.nan, np.inf, -np.inf, 1e30):
-            dirty = poisoned(filled(case, layout), poison)
-            actual, _ = case.step(case.model, TOKENS[:, 0], dirty)
-            np.testing.assert_array_equal(actual, expected)
+@pytest.mark.parametrize(("name", "row", "way"), WAYS)
+def test_dead_slots_change_nothing_bit_for_bit(name, row, way):
+    case = case_of(name, row)
+    expected, _ = case.step(case.model, TOKENS[:, 0], filled(case, way))
+    assert np.isfinite(expected[:, :V]).all()
+    for poison in (np.nan, np.inf, -np.inf, 1e30):
+        dirty = poisoned(filled(case, way), poison)
+        actual, _ = case.step(case.model, TOKENS[:, 0], dirty)
+        np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_neighbours_change_nothing_bit_for_bit(name):
-    case, layout = case_of(name, 0), layout_of(name, 0)
-    before = filled(case, layout)
+@pytest.mark.parametrize(("name", "way"), NAMES)
+def test_neighbours_change_nothing_bit_for_bit(name, way):
+    case = case_of(name, 0)
+    before = filled(case, way)
     expected, _ = case.step(case.model, TOKENS[:, 0], before)
     others = lambda x: x.at[1:].set(7.0) if x.dtype == jnp.float32 else x  # noqa: E731
     after = Cache(jax.tree.map(others, before.layers), jnp.asarray([6, 9, 0], jnp.int32))
@@ -180,12 +197,14 @@ def test_a_prompt_past_the_cache_is_refused_before_anything_compiles(name):
 # ------------------------------------------------------------------ bfloat16
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_bfloat16_is_close_to_float32(name):
+@pytest.mark.parametrize(("name", "way"), NAMES)
+def test_bfloat16_is_close_to_float32(name, way):
     case = case_of(name, 0)
     cfg = dataclasses.replace(case.cfg, dtype="bfloat16")
-    model, layout = oracle.build(cfg, case.params), layout_of(name, 0)
-    cache = init_cache(model, B, CAPACITY, layout)
+    model, options = oracle.build(cfg, case.params), {"layout": case.layout}
+    if way == "kernels":
+        options = {"backend": "interpret"}
+    cache = init_cache(model, B, 128, **options)
     assert all(x.dtype == jnp.bfloat16 for layer in cache.layers for x in layer.arrays)
     chosen = [layer.scales for layer in cache.layers if layer.scales is not None]
     assert all(x.dtype == jnp.float32 for x in chosen)

@@ -153,9 +153,23 @@ DECODED = {
 }
 
 
-@pytest.mark.parametrize(("name", "layout"), cases(DECODED, tuple(LAYOUTS)))
+KERNELS = [
+    pytest.param(
+        name,
+        (*mesh, "kernels"),
+        marks=[] if (name, mesh) == ("lrkv", (2, 4)) else pytest.mark.slow,
+        id=f"{name}-{mesh[0]}-{mesh[1]}-kernels",
+    )
+    for name in MECHANISMS
+    if not name.startswith("mla")
+    for mesh in MESHES
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), cases(DECODED, tuple(LAYOUTS)) + KERNELS)
 def test_prefill_and_decode_over_devices_equal_the_oracle(name, layout):
-    data, model, kind = layout
+    data, model, way = layout
+    kind = {"backend": "interpret"} if way == "kernels" else {"layout": way}
     cfg, mesh = model_of(name), mesh_of(data, model)
     params = oracle.random_params(cfg)
     expected = oracle.forward(cfg, params, TOKENS, *oracle.documents([[T]] * B))
@@ -163,7 +177,7 @@ def test_prefill_and_decode_over_devices_equal_the_oracle(name, layout):
     with jax.set_mesh(mesh):
         where = shardings(transformer.abstract(cfg), mesh)
         sharded = oracle.build(cfg, jax.device_put(params, where))
-        cache = init_cache(sharded, B, CAPACITY, kind)
+        cache = init_cache(sharded, B, 128 if way == "kernels" else CAPACITY, **kind)
         valid = np.arange(6) < sizes[:, None]
         logits, cache = jax.jit(prefill)(sharded, TOKENS[:, :6], cache, valid)
         run = jax.jit(decode_step)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import Backend
-from vhajax.mechanisms import CacheRow
+from vhajax.mechanisms import LANES, SUBLANES, CacheRow
 from vhajax.sharding import axis_for, head_axes, local, model_size, platform, reshard
 
 Layout = Literal["rows", "columns"]
@@ -27,7 +27,9 @@ class LayerCache:
 
     arrays: in layout `rows` one [B, S, W], W the row padded to 128; in layout `columns` one
       [B, heads, width, S] for each part of the row.
-    scales: [B, N, S] float32 inverse RMS of keys that are sums, or None.
+    scales: [B, N, S] float32 inverse RMS of keys that are sums, or None. In layout `rows` a
+      device's heads are padded to a multiple of 8, or XLA on TPU would lay them out in another way
+      than the kernels read them, and copy all of them in between.
     row: what a token's row holds.
     backend: what decodes rows, see `kernels.read`.
     """
@@ -66,7 +68,13 @@ def create(
         shapes = [(batch, capacity, row.padded)]
     else:
         shapes = [(batch, row.groups * heads, width, capacity) for heads, width in row.parts]
-    scales = jnp.ones((batch, row.scales, capacity), jnp.float32) if row.scales else None
+    scales = None
+    if row.scales:
+        shards = model_size() if part_axis(row.scales, num_heads) else 1
+        mine = row.scales // shards
+        if len(shapes[0]) == 3:
+            mine = -(-mine // SUBLANES) * SUBLANES
+        scales = jnp.ones((batch, shards * mine, capacity), jnp.float32)
     arrays = tuple(jnp.zeros(shape, dtype) for shape in shapes)
     cache = LayerCache(arrays, scales, row, backend)
     leaves, tree = jax.tree.flatten(cache)
@@ -112,8 +120,8 @@ def append(
     if scales is not None:
         assert cache.scales is not None
         axis = part_axis(scales.shape[2], num_heads)
-        wide, new = cache.scales[:, :, None], scales[..., None]
-        scales = _append_column(wide, new, slots, axis)[:, :, 0]
+        blocks = cache.layout == "rows"
+        scales = _append_scales(cache.scales, scales, slots, axis, blocks)
     # Without it XLA writes the token once for every reader, each time into a copy of the cache.
     written = dataclasses.replace(cache, arrays=tuple(arrays), scales=scales)
     return jax.lax.optimization_barrier(written)
@@ -153,6 +161,33 @@ def _append_column(
     )
 
 
+def _append_scales(
+    scales: jax.Array, new: jax.Array, slots: jax.Array, axis: str | None, blocks: bool
+) -> jax.Array:
+    """scales [B, N or more, S], new [B, T, N]."""
+
+    def write(scales: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+        (B, M, S), (_, T, N) = scales.shape, new.shape
+        new = jnp.pad(new, ((0, 0), (0, 0), (0, M - N)))
+        if T > 1 or not blocks:
+            return scales.at[jnp.arange(B)[:, None], :, slots].set(new, mode="drop")
+        # For single slots XLA on TPU transposes all scales, and back; not for aligned blocks.
+        size = min(LANES, S)
+
+        def one(b: jax.Array | int, scales: jax.Array) -> jax.Array:
+            start = jnp.minimum(slots[b, 0] // size * size, S - size)
+            block = jax.lax.dynamic_slice(scales, (b, 0, start), (1, M, size))
+            here = start + jnp.arange(size) == slots[b, 0]
+            block = jnp.where(here, new[b, 0][None, :, None], block)
+            return jax.lax.dynamic_update_slice(scales, block, (b, 0, start))
+
+        return jax.lax.fori_loop(0, B, one, scales)
+
+    batch = axis_for("data", slots.shape[0])
+    place = (batch, axis, None)
+    return local(write, [place, (batch, None, axis), (batch, None)], place)(scales, new, slots)
+
+
 def columns(arrays: Sequence[jax.Array], row: CacheRow) -> list[jax.Array]:
     """Every part as [B, heads, width, S], from either layout (a device's own share of it)."""
     if arrays[0].ndim == 4:
@@ -178,5 +213,5 @@ def placements(cache: LayerCache, num_heads: int) -> list[tuple[str | None, ...]
     else:
         places = [(batch, part_axis(a.shape[1], num_heads), None, None) for a in cache.arrays]
     if cache.scales is not None:
-        places.append((batch, part_axis(cache.scales.shape[1], num_heads), None))
+        places.append((batch, part_axis(cache.row.scales, num_heads), None))
     return places

@@ -16,6 +16,7 @@ from vhajax.errors import UserError
 Norm = Literal["none", "weightless", "weighted"]
 NORMS = ("none", "weightless", "weighted")
 LANES = 128  # an accelerator's row is padded to this many elements
+SUBLANES = 8  # and its scales to this many heads
 
 
 def require(condition: bool, sentence: str) -> None:
@@ -74,7 +75,9 @@ class CacheRow:
 
     def stored_bytes(self, itemsize: int, packed: bool = True) -> int:
         """Bytes a token and layer in memory, scales included; packed: as an accelerator's row."""
-        return (self.padded if packed else self.elements) * itemsize + 4 * self.scales
+        if packed:
+            return self.padded * itemsize + 4 * (-(-self.scales // SUBLANES) * SUBLANES)
+        return self.elements * itemsize + 4 * self.scales
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def read(
 
     def run(q, positions, live, *rest):
         arrays, rest = rest[: len(cache.arrays)], rest[len(cache.arrays) :]
-        scales, rest = (rest[0][:, :, None], rest[1:]) if scaled else (None, rest)
+        scales, rest = (rest[0][:, : q.shape[2], None], rest[1:]) if scaled else (None, rest)
         parts = [
             own_heads(part, 1, q.shape[2], N) if q_axis and part.shape[1] == all_heads else part
             for part, all_heads in zip(columns(arrays, row), total, strict=True)

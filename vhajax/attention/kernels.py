@@ -1,5 +1,6 @@
 """Decode steps on the Pallas kernels: when, and on which part of a cache."""
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 class Rows(NamedTuple):
     """A device's share of a cache in rows, and how to read it.
 
-    rows: [B, S, W]. groups: KV heads in a row. scales: [B, N, S] float32 or None.
+    rows: [B, S, W]. groups: KV heads in a row. scales: [B, N padded, S] float32 or None.
     options: what every kernel takes: lengths, window, cap, heads, backend.
     """
 
@@ -108,5 +109,11 @@ def read(
     except UnsupportedError as reason:
         if cache.backend != "auto":
             raise UserError(str(reason)) from reason
-        log.warning("decoding with XLA instead of the kernel: %s", reason)
+        _warn(str(reason))
         return None
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    """Once, not once a layer."""
+    log.warning("decoding with XLA instead of the kernel: %s", reason)

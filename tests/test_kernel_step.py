@@ -1,0 +1,170 @@
+"""Decode steps of whole models on the kernels, compiled for TPUs that nobody here owns."""
+
+import logging
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from vhajax import cache, config, transformer
+from vhajax.cache import LayerCache
+from vhajax.config import GQA, LRKV, MFA, MLA, VHA
+from vhajax.decode import decode_step, init_cache
+from vhajax.errors import UserError
+from vhajax.sharding import AXES
+
+TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
+CHIPS = pytest.mark.parametrize("chip", ["v5e", pytest.param("v6e", marks=pytest.mark.slow)])
+B, S = 8, 32_768
+WIDE = {"num_heads": 16, "head_dim": 128}
+MECHANISMS = {
+    "gqa": GQA(num_kv_heads=2, logit_cap=30.0, **WIDE),
+    "vha": VHA(num_physical_heads=8, num_kv_heads=2, head_dim=128),
+    "mfa": MFA(num_heads=16, query_latent_dim=64),
+    "lrkv none": LRKV(rank=64, position="none", **WIDE),
+    "lrkv shared": LRKV(rank=64, position="shared", **WIDE),
+    "lrkv full": LRKV(rank=64, **WIDE),
+    "lrkv full N 6": LRKV(num_heads=6, rank=46, head_dim=128),
+}
+
+
+def mesh_of(chip: str) -> Mesh:
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # other test processes compile too
+    described = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
+    devices = np.array(described.devices[:1]).reshape(1, 1, 1)
+    return Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * 3)
+
+
+def placed(tree, mesh: Mesh):
+    where = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
+
+
+def model_of(attention: config.Attention, **more) -> config.Model:
+    size = {"vocab_size": 256, "dim": 256, "num_layers": 2, "ffn_dim": 256, "dtype": "bfloat16"}
+    return config.Model(attention=attention, **size | more)
+
+
+def lowered(cfg: config.Model, chip: str, slots: int = S, **options):
+    """The decode step for a chip, and its cache."""
+    mesh = mesh_of(chip)
+    with jax.set_mesh(mesh):
+        make = lambda: transformer.unstack(transformer.Transformer(cfg, jax.random.key(0)))  # noqa: E731
+        model = placed(jax.eval_shape(make), mesh)
+        held = placed(jax.eval_shape(lambda m: init_cache(m, B, slots, **options), model), mesh)
+        token = placed(jax.ShapeDtypeStruct((B,), jnp.int32), mesh)
+        return decode_step.lower(model, token, held), held
+
+
+def kernels_in(text: str) -> int:
+    return text.count('custom_call_target="tpu_custom_call"')
+
+
+def copies_in(text: str, held: LayerCache) -> list[str]:
+    """Instructions that move as much as a cache's rows or scales, but for appends in place."""
+    elements = held.arrays[0].size
+    scales = None if held.scales is None else sorted(held.scales.shape)
+    moving = r"= \w+\[([\d,]+)\]\S* (?:copy|copy-start|transpose|convert|pad|concatenate)\("
+    found = []
+    for line in text.splitlines():
+        match = re.search(moving, line)
+        shape = sorted(int(n) for n in match[1].split(",")) if match else [0]
+        if np.prod(shape) >= elements or shape == scales:
+            found.append(line.strip())
+    return found
+
+
+@CHIPS
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_decode_step_runs_the_kernels_and_copies_no_cache(name, chip):
+    step, held = lowered(model_of(MECHANISMS[name]), chip)
+    compiled = step.compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    arrays = jax.tree.leaves(held.layers)
+    assert kernels_in(text) == 2  # one a layer
+    assert copies_in(text, held.layers[0]) == []
+    assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in arrays)
+    assert memory.temp_size_in_bytes < 8 * 2**20  # weights in compute dtype, logits, rotors
+
+
+@CHIPS
+@pytest.mark.parametrize("name", ["gqa", "lrkv full"])
+def test_an_append_is_in_place(name, chip):
+    attention, mesh = MECHANISMS[name], mesh_of(chip)
+    row = attention.cache_row()
+
+    def append(held: LayerCache, parts, scales, positions):
+        valid = jnp.ones_like(positions, bool)
+        return cache.append(held, parts, scales, positions, valid, attention.num_heads)
+
+    with jax.set_mesh(mesh):
+        make = lambda: cache.create(row, attention.num_heads, B, S, jnp.bfloat16)  # noqa: E731
+        held = placed(jax.eval_shape(make), mesh)
+        widths = [(row.groups * heads, width) for heads, width in row.parts]
+        parts = [jax.ShapeDtypeStruct((B, 1, *w), jnp.bfloat16) for w in widths]
+        scales = jax.ShapeDtypeStruct((B, 1, row.scales), jnp.float32) if row.scales else None
+        new = placed((parts, scales, jax.ShapeDtypeStruct((B, 1), jnp.int32)), mesh)
+        compiled = jax.jit(append, donate_argnums=0).lower(held, *new).compile()
+    arrays = jax.tree.leaves(held)
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 2**20
+    assert memory.alias_size_in_bytes == sum(x.size * x.dtype.itemsize for x in arrays)
+    assert copies_in(compiled.as_text(), held) == []
+
+
+def test_a_copy_of_the_cache_would_be_seen():
+    """XLA's own einsums on the same rows make one."""
+    step, held = lowered(model_of(MECHANISMS["gqa"]), "v5e", backend="jnp")
+    text = step.compile().as_text()
+    assert kernels_in(text) == 0
+    assert copies_in(text, held.layers[0]) != []
+
+
+# ------------------------------------------------------------------ who decodes
+
+
+def test_what_the_kernels_cannot_do_is_decoded_by_xla_and_said_once(caplog):
+    cfg = model_of(MECHANISMS["gqa"])
+    with caplog.at_level(logging.WARNING):
+        step, _ = lowered(cfg, "v5e", slots=1001)
+    assert "tpu_custom_call" not in step.as_text()
+    (record,) = caplog.records
+    assert "cache has 1001 slots" in record.getMessage()
+    with pytest.raises(UserError, match=r"1001 slots.*make it 1008"):
+        lowered(cfg, "v5e", slots=1001, backend="tpu")
+
+
+def test_mla_is_decoded_by_xla_on_a_tpu():
+    cfg = model_of(MLA(num_heads=4, head_dim=32))
+    step, _ = lowered(cfg, "v5e")
+    assert "tpu_custom_call" not in step.as_text()
+
+
+REFUSED = {
+    "backend is 'triton'; choose one of": {"backend": "triton"},
+    "backend is 'tpu', but this program is for a cpu": {"backend": "tpu"},
+    "layout is 'columns', but backend 'interpret' reads rows": {
+        "backend": "interpret",
+        "layout": "columns",
+    },
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_a_backend_that_cannot_is_refused_with_the_reason(sentence):
+    model = oracle.template(model_of(MECHANISMS["gqa"]))
+    with pytest.raises(UserError, match=sentence):
+        jax.eval_shape(lambda m: init_cache(m, 1, 128, **REFUSED[sentence]), model)
+
+
+def test_a_kernel_for_mla_is_refused_with_the_reason():
+    model = oracle.template(model_of(MLA(num_heads=4, head_dim=32)))
+    with pytest.raises(UserError, match=r"MLA has no decode kernel yet; use auto"):
+        jax.eval_shape(lambda m: init_cache(m, 1, 128, backend="interpret"), model)
