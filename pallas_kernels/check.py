@@ -31,7 +31,8 @@ def queries(q: jax.Array) -> tuple[int, int, int]:
         q.ndim == 3 and all(q.shape),
         f"q has shape {q.shape}; it must be [B, N, H], one token a sequence.",
     )
-    return q.shape
+    B, N, H = q.shape
+    return B, N, H
 
 
 def grouped(num_heads: int, num_kv_heads: int) -> None:

@@ -45,7 +45,8 @@ class Rotation:
         """Cosine and sine of nθ in float64: [n, P/2] each, zero beyond H/2."""
         angles = slots[:, None].astype(np.float64) * self.frequencies
         spare = self.rotor.shape[2] // 2 - len(self.frequencies)
-        return tuple(np.pad(f(angles), ((0, 0), (0, spare))) for f in (np.cos, np.sin))
+        cos, sin = (np.pad(f(angles), ((0, 0), (0, spare))) for f in (np.cos, np.sin))
+        return cos, sin
 
 
 @dataclass(frozen=True)

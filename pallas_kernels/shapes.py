@@ -125,7 +125,7 @@ MORE = (
     Shape(kind="lrkv", num_heads=12, rank=51),
     Shape(kind="lrkv", num_heads=18, rank=55),
     Shape(kind="lrkv", num_heads=32, rank=54),
-    Shape(kind="lrkv", num_heads=64, rank=64),
+    Shape(kind="lrkv", num_heads=64, rank=64, batch=4),  # offsets are 32-bit
     Shape(kind="lrkv", num_heads=16, rank=64, scaled=True),
     Shape(kind="shared", num_heads=16, rank=64),
     Shape(kind="rope", num_heads=12, rank=51),

@@ -16,6 +16,7 @@ by n₀θ, in float32, once a tile.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import blocks
 from pallas_kernels.blocks import BUFFERS, Spec
-from pallas_kernels.core import Attended, Problem
+from pallas_kernels.core import Attended, Problem, Rotation
 from pallas_kernels.rows import LANES
 
 DEAD = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked logit: exp(DEAD − anything) is 0
@@ -80,7 +81,7 @@ def _call(
         specs.append(in_hbm)
         scratch.append(pltpu.VMEM((BUFFERS, scales.shape[1], spec.tile), jnp.float32))
     if problem.rotation is not None:
-        rotor, *constants = _rotation(problem, spec)
+        rotor, *constants = _rotation(problem.rotation, cache, spec)
         operands += [rotor, *constants]
         specs += [_per_sequence(rotor), *map(_constant, constants)]
         scratch.append(pltpu.VMEM(rotor.shape[1:], cache.dtype))
@@ -123,17 +124,16 @@ def _rows_to(x: jax.Array, size: int, axis: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def _rotation(problem: Problem, spec: Spec) -> list[jax.Array]:
+def _rotation(rotation: Rotation, cache: jax.Array, spec: Spec) -> list[jax.Array]:
     """Rotor [B, Z, P] float32, table [tile, P], turns [2, tiles, P] float32, heads [M, Z]."""
-    rotation, dtype = problem.rotation, problem.cache.dtype
-    S = problem.cache.shape[1]
+    S = cache.shape[1]
     table = np.concatenate(rotation.table(np.arange(spec.tile)), axis=1) * rotation.multiplier
     bases = np.minimum(np.arange(-(-S // spec.tile)) * spec.tile, S - spec.tile)
     cos, sin = rotation.table(bases)
     turns = np.stack([np.concatenate([cos, cos], axis=1), np.concatenate([sin, -sin], axis=1)])
     return [
         rotation.rotor,
-        jnp.asarray(table, dtype),
+        jnp.asarray(table, cache.dtype),
         jnp.asarray(turns, jnp.float32),
         _rows_to(rotation.heads, spec.queries, 0),
     ]
@@ -146,7 +146,7 @@ def _kernel(begin, count, after, low, high, q, *refs, spec: Spec):
     """begin, count [splits, B], after [splits, B + 1], low, high [B]: int32 in SMEM."""
     refs = list(refs)
 
-    def take(present):
+    def take(present: bool) -> Any:
         return refs.pop(0) if present else None
 
     turning = spec.latents is not None

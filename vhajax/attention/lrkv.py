@@ -165,7 +165,7 @@ class LRKVAttention(Attention):
 
     def kernel(self, q, held: Rows, *factors) -> jax.Array:
         """The same as `decode`, from rows."""
-        cfg, options = self.lrkv, held.options | {"scale": self.scale}
+        cfg, options = self.lrkv, dict(held.options, scale=self.scale)
         if not cfg.rank:
             return gqa_decode(q, held.rows, num_kv_heads=1, value_dim=cfg.v_dim, **options).out
         if cfg.position == "full":
