@@ -2,6 +2,11 @@
 .DEFAULT_GOAL := help
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
+# Without an accelerator libtpu, which is here to compile for one, looks for it at length and aloud.
+ifeq ($(wildcard /dev/accel* /dev/vfio/[0-9]* /dev/nvidia[0-9]*),)
+export JAX_PLATFORMS ?= cpu
+endif
+
 PY := .venv/bin/python
 # Whole files to a process: a file's tests share what they compiled.
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile

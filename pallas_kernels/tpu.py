@@ -16,7 +16,7 @@ by n₀θ, in float32, once a tile.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -142,114 +142,150 @@ def _rotation(rotation: Rotation, cache: jax.Array, spec: Spec) -> list[jax.Arra
 # ------------------------------------------------------------------ the kernel
 
 
-def _kernel(begin, count, after, low, high, q, *refs, spec: Spec):
-    """begin, count [splits, B], after [splits, B + 1], low, high [B]: int32 in SMEM."""
-    refs = list(refs)
+class _Refs(NamedTuple):
+    """What a kernel is given, in this order; None where the call has no use for it."""
 
-    def take(present: bool) -> Any:
-        return refs.pop(0) if present else None
+    # Scalars: [splits, B] begin, count, [splits, B + 1] after, [B] low, high (see `tiles`).
+    begin: Any
+    count: Any
+    after: Any
+    low: Any
+    high: Any
+    # Inputs. cache and scales stay in HBM.
+    q: Any
+    cache: Any
+    scales: Any
+    rotor: Any
+    table: Any
+    turns: Any
+    heads: Any
+    out: Any
+    lse: Any
+    # Scratch. rows, held: tiles of cache and scales. turned: A(n₀). logits: of the last tile.
+    # current: buffer of the next tile.
+    rows: Any
+    held: Any
+    turned: Any
+    logits: Any
+    acc: Any
+    peak: Any
+    total: Any
+    current: Any
+    semaphores: Any
 
-    turning = spec.latents is not None
-    cache, scales = take(True), take(spec.scaled)
-    rotor, table, turns, heads = (take(turning) for _ in range(4))
-    out, lse, rows = take(True), take(True), take(True)
-    held, turned = take(spec.scaled), take(turning)
-    logits, acc, peak, total, current, semaphores = refs
-    split, b = pl.program_id(0), pl.program_id(1)
-    last = pl.num_programs(1) - 1
-    n = count[split, b]
 
-    def bounds(sequence, tile):
+def _named(refs: tuple, spec: Spec) -> _Refs:
+    absent = set() if spec.scaled else {"scales", "held"}
+    if spec.latents is None:
+        absent |= {"rotor", "table", "turns", "heads", "turned"}
+    given = iter(refs)
+    return _Refs(*(None if name in absent else next(given) for name in _Refs._fields))
+
+
+def _kernel(*refs, spec: Spec):
+    """One sequence's part of one split."""
+    r = _named(refs, spec)
+    tiles, b = _Tiles(r, spec), pl.program_id(1)
+    n = r.count[tiles.split, b]
+
+    @pl.when(b == 0)
+    def _():
+        r.current[0] = 0
+        first = r.after[tiles.split, 0]
+        pl.when(first <= tiles.last)(lambda: tiles.start(first, tiles.begin(first), 0))
+
+    r.peak[...] = jnp.full_like(r.peak, DEAD)
+    r.total[...] = jnp.zeros_like(r.total)
+    r.acc[...] = jnp.zeros_like(r.acc)
+
+    def body(i, before):
+        """Logits of the i-th tile beside softmax and values of the one before: neither waits."""
+        slot = _next(before)
+        new = _score(r, slot, *tiles.fetch(b, i, n, slot), spec)
+        _absorb(r, before, spec)
+        r.logits[...] = new
+        return slot
+
+    @pl.when(n > 0)
+    def _():
+        slot = r.current[0]
+        r.logits[...] = _score(r, slot, *tiles.fetch(b, 0, n, slot), spec)
+        slot = jax.lax.fori_loop(1, n, body, slot)
+        _absorb(r, slot, spec)
+        r.current[0] = _next(slot)
+
+    alive = r.total[...] > 0
+    sums = jnp.where(alive, r.total[...], 1.0)
+    r.out[...] = r.acc[...] / sums[..., :1]
+    r.lse[...] = jnp.where(alive, r.peak[...] + jnp.log(sums), -jnp.inf)
+
+
+class _Tiles:
+    """The tiles of one split on their way from HBM to VMEM."""
+
+    def __init__(self, r: _Refs, spec: Spec):
+        self.r, self.spec = r, spec
+        self.split, self.last = pl.program_id(0), pl.num_programs(1) - 1
+
+    def begin(self, sequence):
+        """Its first tile; of the last sequence where there is none."""
+        return self.r.begin[self.split, jnp.minimum(sequence, self.last)]
+
+    def bounds(self, sequence, tile):
         """Where a tile begins (the last one early, to end in time) and its live rows."""
+        r, spec = self.r, self.spec
         base = jnp.minimum(tile * spec.tile, spec.slots - spec.tile)
-        first = jnp.maximum(low[sequence], tile * spec.tile) - base
-        return base, first, jnp.minimum(high[sequence] - base, spec.tile)
+        first = jnp.maximum(r.low[sequence], tile * spec.tile) - base
+        return base, first, jnp.minimum(r.high[sequence] - base, spec.tile)
 
-    def copies(sequence, base, row, size, slot):
+    def copies(self, sequence, base, row, size, slot):
+        r, spec = self.r, self.spec
         source = pl.ds(pl.multiple_of(base + row, spec.align), size)
         target = pl.ds(pl.multiple_of(row, size), size)
-        pairs = [(cache.at[sequence, source], rows.at[slot, target])]
+        pairs = [(r.cache.at[sequence, source], r.rows.at[slot, target])]
         if spec.scaled:
-            pairs.append((scales.at[sequence, :, source], held.at[slot, :, target]))
+            pairs.append((r.scales.at[sequence, :, source], r.held.at[slot, :, target]))
         return [
-            pltpu.make_async_copy(*pair, semaphores.at[slot, i]) for i, pair in enumerate(pairs)
+            pltpu.make_async_copy(*pair, r.semaphores.at[slot, i]) for i, pair in enumerate(pairs)
         ]
 
-    def each_copy(sequence, tile, slot, act):
+    def each_copy(self, sequence, tile, slot, act):
         """Starts or waits for a tile: as one copy if all of it is live, else by live pieces."""
-        base, first, stop = bounds(sequence, tile)
+        spec = self.spec
+        base, first, stop = self.bounds(sequence, tile)
         whole = (first == 0) & (stop == spec.tile)
 
         @pl.when(whole)
         def _():
-            for copy in copies(sequence, base, 0, spec.tile, slot):
+            for copy in self.copies(sequence, base, 0, spec.tile, slot):
                 act(copy)
 
         @pl.when(jnp.logical_not(whole))
         def _():
             def piece(i, _):
-                for copy in copies(sequence, base, i * spec.piece, spec.piece, slot):
+                for copy in self.copies(sequence, base, i * spec.piece, spec.piece, slot):
                     act(copy)
                 return 0
 
             jax.lax.fori_loop(first // spec.piece, pl.cdiv(stop, spec.piece), piece, 0)
 
-    def start(sequence, tile, slot):
-        each_copy(sequence, tile, slot, lambda copy: copy.start())
+    def start(self, sequence, tile, slot):
+        self.each_copy(sequence, tile, slot, lambda copy: copy.start())
 
-    def begin_of(sequence):
-        return begin[split, jnp.minimum(sequence, last)]
+    def fetch(self, b, i, n, slot):
+        """Starts the copy of the tile after the i-th of n, and waits for the i-th.
 
-    @pl.when(b == 0)
-    def _():
-        current[0] = 0
-        first = after[split, 0]
-        pl.when(first <= last)(lambda: start(first, begin_of(first), 0))
-
-    peak[...] = jnp.full_like(peak, DEAD)
-    total[...] = jnp.zeros_like(total)
-    acc[...] = jnp.zeros_like(acc)
-
-    def fetch(i, slot):
-        """Starts the copy of the tile after the i-th, and waits for the i-th."""
-        tile, more = begin[split, b] + i, i + 1 < n
-        sequence = jnp.where(more, b, after[split, b + 1])
-        following = jnp.where(more, tile + 1, begin_of(sequence))
-        pl.when(sequence <= last)(lambda: start(sequence, following, _next(slot)))
-        each_copy(b, tile, slot, lambda copy: copy.wait())
-        _, first, stop = bounds(b, tile)
+        Returns the tile, and its live rows: first, stop.
+        """
+        r, tile, more = self.r, self.begin(b) + i, i + 1 < n
+        sequence = jnp.where(more, b, r.after[self.split, b + 1])
+        following = jnp.where(more, tile + 1, self.begin(sequence))
+        pl.when(sequence <= self.last)(lambda: self.start(sequence, following, _next(slot)))
+        self.each_copy(b, tile, slot, lambda copy: copy.wait())
+        _, first, stop = self.bounds(b, tile)
         # 0 · NaN is NaN: what dead rows hold must not meet the product with values.
-        _clear(rows.at[slot], first, stop)
+        _clear(r.rows.at[slot], first, stop)
         return tile, first, stop
-
-    def score(slot, tile, first, stop):
-        added = None
-        if turning:
-            _turn(turned, rotor, turns, tile)
-            added = _rotated(rows.at[slot], turned, table, heads, spec)
-        factors = _rows_to(held[slot], spec.queries, 0) if spec.scaled else None
-        return _score(q, rows.at[slot], factors, added, first, stop, spec)
-
-    def body(i, before):
-        """Logits of the i-th tile beside softmax and values of the one before: neither waits."""
-        slot = _next(before)
-        new = score(slot, *fetch(i, slot))
-        _absorb(logits, rows.at[before], acc, peak, total, spec)
-        logits[...] = new
-        return slot
-
-    @pl.when(n > 0)
-    def _():
-        slot = current[0]
-        logits[...] = score(slot, *fetch(0, slot))
-        slot = jax.lax.fori_loop(1, n, body, slot)
-        _absorb(logits, rows.at[slot], acc, peak, total, spec)
-        current[0] = _next(slot)
-
-    alive = total[...] > 0
-    sums = jnp.where(alive, total[...], 1.0)
-    out[...] = acc[...] / sums[..., :1]
-    lse[...] = jnp.where(alive, peak[...] + jnp.log(sums), -jnp.inf)
 
 
 def _next(slot):
@@ -291,15 +327,21 @@ def _keys(tile, start: int, spec: Spec):
     return jnp.where(lanes < row - start, keys, jnp.zeros_like(keys))
 
 
-def _score(q, tile, factors, added, first, stop, spec: Spec):
+def _score(r: _Refs, slot, tile, first, stop, spec: Spec):
     """Masked logits of every view: [views, M, tile] float32."""
+    rows, rotated, factors = r.rows.at[slot], None, None
+    if spec.latents is not None:
+        _turn(r, tile)
+        rotated = _rotated(r, rows, spec.latents)
+    if spec.scaled:
+        factors = _rows_to(r.held[slot], spec.queries, 0)
     slots = jax.lax.broadcasted_iota(jnp.int32, (spec.queries, spec.tile), 1)
     live = (slots >= first) & (slots < stop)
     logits = []
     for k, view in enumerate(spec.views.views):
-        s = _dot(q[k], _keys(tile, view.keys, spec), (1, 1))
-        if added is not None:
-            s = s + added
+        s = _dot(r.q[k], _keys(rows, view.keys, spec), (1, 1))
+        if rotated is not None:
+            s = s + rotated
         s = s * spec.scale
         if factors is not None:
             s = s * factors
@@ -309,28 +351,29 @@ def _score(q, tile, factors, added, first, stop, spec: Spec):
     return jnp.stack(logits)
 
 
-def _absorb(logits, tile, acc, peak, total, spec: Spec):
+def _absorb(r: _Refs, slot, spec: Spec):
     """A tile's logits and values into the running maximum, sum and weighted values."""
+    rows, width = r.rows.at[slot], spec.views.value_width
     for k, view in enumerate(spec.views.views):
-        s, before = logits[k], peak[k]
+        s, before = r.logits[k], r.peak[k]
         now = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
         p, shrink = jnp.exp(s - now[:, :1]), jnp.exp(before - now)
-        peak[k] = now
-        total[k] = shrink * total[k] + jnp.sum(p, axis=1, keepdims=True)
-        values = tile[:, view.values : view.values + spec.views.value_width]
-        acc[k] = shrink[:, :1] * acc[k] + _dot(p.astype(values.dtype), values, (1, 0))
+        r.peak[k] = now
+        r.total[k] = shrink * r.total[k] + jnp.sum(p, axis=1, keepdims=True)
+        values = rows[:, view.values : view.values + width]
+        r.acc[k] = shrink[:, :1] * r.acc[k] + _dot(p.astype(values.dtype), values, (1, 0))
 
 
-def _turn(turned, rotor, turns, tile):
+def _turn(r: _Refs, tile):
     """A(n₀) = A(0) turned by n₀θ: [a | b] → [a cos + b sin | b cos − a sin]."""
-    at, a = pl.ds(tile, 1), rotor[...]
+    at, a = pl.ds(tile, 1), r.rotor[...]
     swapped = pltpu.roll(a, a.shape[1] // 2, 1)
-    turned[...] = (a * turns[0, at] + swapped * turns[1, at]).astype(turned.dtype)
+    r.turned[...] = (a * r.turns[0, at] + swapped * r.turns[1, at]).astype(r.turned.dtype)
 
 
-def _rotated(tile, turned, table, heads, spec: Spec):
+def _rotated(r: _Refs, rows, start: int):
     """Σ_ρ z_ρ (t A)_ρ, the sum over a head's lanes taken by a product with 0 and 1: [M, tile]."""
-    latents = tile[:, spec.latents : spec.latents + turned.shape[0]]
-    seen = _dot(table[...], turned[...], (1, 1))
+    latents = rows[:, start : start + r.turned.shape[0]]
+    seen = _dot(r.table[...], r.turned[...], (1, 1))
     product = (seen * latents.astype(jnp.float32)).astype(latents.dtype)
-    return _dot(heads[...], product, (1, 1))
+    return _dot(r.heads[...], product, (1, 1))

@@ -14,9 +14,9 @@ import numpy as np
 LANES = 128
 EPS = 1e-6
 TOLERANCES = {"float32": 1e-5, "bfloat16": 3e-3}
-"""Of outputs, relative to the largest of its sequence."""
+"""Of outputs, relative to the largest of the call; 3 times that for each sequence by itself."""
 LSE_TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2}
-"""Absolute, where logits are of the order of 1: bfloat16 rounds queries that met B, by 2⁻⁹."""
+"""Absolute, for logits of about 1 to 5: queries that met B are rounded to bfloat16, by 2⁻⁹."""
 
 Numbers = dict[str, np.ndarray]
 
@@ -127,17 +127,12 @@ def make(
     seed: int = 0,
     weighted: bool = False,
     multiplier: float = 1.0,
-    loudness: float = 1.0,
+    loudness: Any = 1.0,
 ) -> Case:
     """Standard normal numbers; queries times loudness, up-projections over √R."""
-    rng, B, S, N, H = (
-        np.random.default_rng(seed),
-        shape.batch,
-        shape.slots,
-        shape.num_heads,
-        shape.head_dim,
-    )
-    V, lengths = shape.value_dim or H, np.broadcast_to(lengths, B)
+    rng, lengths = np.random.default_rng(seed), np.broadcast_to(lengths, shape.batch)
+    B, S, N, H = shape.batch, shape.slots, shape.num_heads, shape.head_dim
+    V, K, R = shape.value_dim or H, shape.num_kv_heads, shape.rank
 
     def noise(*size: int, dtype: str = shape.dtype, factor: Any = 1.0) -> np.ndarray:
         return rounded(factor * rng.standard_normal(size), dtype)
@@ -150,10 +145,8 @@ def make(
     numbers = {"q": rounded(turned, shape.dtype)}
     weight = 1 + 0.3 * rng.standard_normal(H) if weighted else np.ones(H)
     if shape.kind == "gqa":
-        K = shape.num_kv_heads
         numbers |= {"keys": noise(B, S, K, H), "values": noise(B, S, K, V)}
         return Case(shape, lengths, numbers, weight, multiplier)
-    R = shape.rank
     numbers |= {
         "shared_keys": noise(B, S, H, factor=weight),
         "shared_values": noise(B, S, V),
@@ -170,13 +163,13 @@ def make(
 def pack(x: Numbers) -> np.ndarray:
     """Rows without padding: [K_0 | V_0 | K_1 | …] or [k_shared | Z^K | v_shared | Z^V]."""
     if "keys" in x:
-        parts = [side[:, :, k] for k in range(x["keys"].shape[2]) for side in (x["keys"], x["values"])]
+        parts = [
+            side[:, :, k] for k in range(x["keys"].shape[2]) for side in (x["keys"], x["values"])
+        ]
         return np.concatenate(parts, axis=2)
     B, S = x["shared_keys"].shape[:2]
     latents = [x[f"{side}_latents"].reshape(B, S, -1) for side in ("key", "value")]
-    return np.concatenate(
-        [x["shared_keys"], latents[0], x["shared_values"], latents[1]], axis=2
-    )
+    return np.concatenate([x["shared_keys"], latents[0], x["shared_values"], latents[1]], axis=2)
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -196,17 +189,16 @@ def rotate(x: np.ndarray, slots: np.ndarray, theta: float = 1e4) -> np.ndarray:
 
 
 def assert_attended(found: Any, expected: Any, dtype: str, factor: float = 1.0) -> None:
-    """out and lse agree, each sequence by its own scale; factor: of the tolerances."""
-    out, lse = (np.asarray(x, np.float64) for x in found)
+    """out and lse agree within the tolerances of dtype, times factor."""
     assert all(x.dtype == np.float32 for x in found)
-    assert out.shape == expected[0].shape
-    assert lse.shape == expected[1].shape
-    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(expected[1]))
-    live = np.isfinite(expected[1])
-    error = np.abs(lse[live] - expected[1][live]).max(initial=0)
+    (out, lse), (true_out, true_lse) = [
+        [np.asarray(x, np.float64) for x in y] for y in (found, expected)
+    ]
+    assert out.shape == true_out.shape
+    live = np.isfinite(true_lse)
+    np.testing.assert_array_equal(lse[~live], true_lse[~live])
+    error = np.abs(lse[live] - true_lse[live]).max(initial=0)
     assert error <= factor * LSE_TOLERANCES[dtype], f"lse is off by {error:.3g}"
-    for b, (mine, truth) in enumerate(zip(out, expected[0], strict=True)):
-        error, scale = np.abs(mine - truth).max(), np.abs(truth).max()
-        assert error <= factor * TOLERANCES[dtype] * scale, (
-            f"out of sequence {b} is off by {error:.3g} at scale {scale:.3g}"
-        )
+    errors, scales = (np.abs(x).max(axis=(1, 2)) for x in (out - true_out, true_out))
+    allowed = factor * TOLERANCES[dtype] * np.minimum(3 * scales, scales.max())
+    assert (errors <= allowed).all(), f"out is off by {errors} at scales {scales}"

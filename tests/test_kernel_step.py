@@ -1,7 +1,6 @@
 """Decode steps of whole models on the kernels, compiled for TPUs that nobody here owns."""
 
 import logging
-import os
 import re
 
 import jax
@@ -9,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from test_kernel_compile import pytestmark  # noqa: F401 (libtpu's wheels)
 
+from pallas_kernels import ahead
 from vhajax import cache, config, transformer
 from vhajax.cache import LayerCache
 from vhajax.config import GQA, LRKV, MFA, MLA, VHA
@@ -19,7 +19,6 @@ from vhajax.decode import decode_step, init_cache
 from vhajax.errors import UserError
 from vhajax.sharding import AXES
 
-TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 CHIPS = pytest.mark.parametrize("chip", ["v5e", pytest.param("v6e", marks=pytest.mark.slow)])
 B, S = 8, 32_768
 WIDE = {"num_heads": 16, "head_dim": 128}
@@ -35,10 +34,7 @@ MECHANISMS = {
 
 
 def mesh_of(chip: str) -> Mesh:
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # other test processes compile too
-    described = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
-    devices = np.array(described.devices[:1]).reshape(1, 1, 1)
+    devices = ahead.device_mesh(chip).devices.reshape(1, 1, 1)
     return Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * 3)
 
 
