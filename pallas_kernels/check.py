@@ -1,5 +1,6 @@
 """What the entry points refuse: a sentence with the argument, its value and the fix."""
 
+import math
 from typing import Any
 
 import jax
@@ -23,7 +24,10 @@ def require(condition: bool, sentence: str) -> None:
 
 def positive(**values: int) -> None:
     for name, value in values.items():
-        require(value >= 1, f"{name} is {value}; it must be at least 1.")
+        require(
+            isinstance(value, int | np.integer) and value >= 1,
+            f"{name} is {value}; it must be a whole number of at least 1.",
+        )
 
 
 def queries(q: jax.Array) -> tuple[int, int, int]:
@@ -70,7 +74,8 @@ def rows(q: jax.Array, cache: jax.Array, lengths: jax.Array, elements: int) -> N
     )
 
 
-def options(window: int | None, cap: float, splits: int | None) -> None:
+def options(scale: float, window: int | None, cap: float, splits: int | None) -> None:
+    require(math.isfinite(scale), f"scale is {scale}; it must be finite.")
     if window is not None:
         positive(window=window)
     require(0 <= cap < float("inf"), f"cap is {cap}; it must be finite and not negative.")
@@ -83,7 +88,7 @@ def total(first: Any, num_heads: int, total: int) -> None:
         num_heads <= total,
         f"heads says that there are {total} heads, but q has {num_heads}.",
     )
-    if isinstance(first, int):
+    if isinstance(first, int | np.integer):
         require(
             0 <= first <= total - num_heads,
             f"heads begins at {first}; {num_heads} heads of {total} cannot begin there.",
@@ -120,14 +125,33 @@ def scales(key_scales: jax.Array | None, q: jax.Array, cache: jax.Array) -> None
     )
 
 
-def rotation(frequencies: Any, q: jax.Array, q_residual: jax.Array | None) -> None:
+def rotation(
+    frequencies: Any, multiplier: float, q: jax.Array, q_residual: jax.Array | None
+) -> None:
+    if frequencies is None:
+        require(
+            multiplier == 1,
+            f"multiplier is {multiplier}, but without frequencies nothing turns; leave it out.",
+        )
+        return
     H = q.shape[2]
+    require(math.isfinite(multiplier), f"multiplier is {multiplier}; it must be finite.")
     require(H % 2 == 0, f"q has heads of {H}; RoPE needs an even width.")
+    shape = getattr(frequencies, "shape", None)
     require(
-        isinstance(frequencies, np.ndarray) and frequencies.shape == (H // 2,),
-        f"frequencies must be a NumPy array of H/2 = {H // 2}, known before the program runs.",
+        isinstance(frequencies, np.ndarray) and shape == (H // 2,),
+        f"frequencies is a {type(frequencies).__name__} of shape {shape}; it must be a NumPy array "
+        f"of H/2 = {H // 2}, known before the program runs.",
     )
+    largest = np.max(np.abs(frequencies))  # nan if one is
+    require(math.isfinite(largest), f"frequencies has {largest}; all must be finite.")
     require(
         q_residual is None,
         "q_residual is given with frequencies; where whole keys are rotated q meets both terms.",
+    )
+
+
+def axis(axis: int, ndim: int) -> None:
+    require(
+        -ndim <= axis < ndim, f"axis is {axis}, but lse has {ndim} dimensions; choose one of them."
     )

@@ -67,7 +67,7 @@ def gqa_decode(
     check.grouped(total, num_kv_heads)
     check.positive(value_dim=value_dim)
     check.rows(q, cache, lengths, num_kv_heads * (H + value_dim))
-    check.options(window, cap, splits)
+    check.options(scale, window, cap, splits)
     K, group = num_kv_heads, H + value_dim
     q = q.astype(jnp.float32)
     if heads is not None:
@@ -135,8 +135,9 @@ def lrkv_decode(
     first, total = heads or (0, N)
     check.total(first, N, total)
     check.rows(q, cache, lengths, H + V + 2 * total * R)
-    check.options(window, cap, splits)
+    check.options(scale, window, cap, splits)
     check.scales(key_scales, q, cache)
+    check.rotation(frequencies, multiplier, q, q_residual)
     views = lrkv_views(total, R, H, V, latent_keys=frequencies is None)
     shared, key_up = q.astype(jnp.float32), key_up.astype(jnp.float32)
     if frequencies is None:
@@ -146,7 +147,6 @@ def lrkv_decode(
         absorbed = jnp.einsum("BNH,NRH->BNR", residual, key_up, precision=HIGHEST)
         laid = jnp.concatenate([shared, spread(absorbed, total, first)], axis=-1)
     else:
-        check.rotation(frequencies, q, q_residual)
         rotation = _rotation(shared, key_up, frequencies, multiplier, (first, total), cache.dtype)
         laid = shared
     laid = place(laid, 0, views.key_width)[:, None]
@@ -184,6 +184,7 @@ def merge(parts: Attended, axis: int = 0) -> Attended:
         sequence, of a shared prefix and the rest, or of shards.
     """
     out, lse = parts
+    check.axis(axis, lse.ndim)
     axis = axis % lse.ndim
     peak = jnp.max(lse, axis=axis, keepdims=True)
     weights = jnp.exp(lse - jnp.where(peak == -jnp.inf, 0, peak))

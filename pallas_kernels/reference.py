@@ -12,9 +12,10 @@ HIGHEST = jax.lax.Precision.HIGHEST
 def solve(problem: Problem) -> Attended:
     """See `core.solve`. Computed in float32; the sequence is never split."""
     slots = jnp.arange(problem.cache.shape[1])
-    live = slots < problem.lengths[:, None]
+    lengths = jnp.minimum(problem.lengths, len(slots))[:, None]
+    live = slots < lengths
     if problem.window:
-        live &= slots >= problem.lengths[:, None] - problem.window
+        live &= slots >= lengths - problem.window
     elements = jnp.arange(problem.cache.shape[2]) < problem.views.row
     # 0 · NaN is NaN: neither dead slots nor padding may meet a product.
     rows = jnp.where(live[:, :, None] & elements, problem.cache, 0).astype(jnp.float32)

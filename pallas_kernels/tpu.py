@@ -73,11 +73,13 @@ def _call(
     cache, views, scales = problem.cache, spec.views, problem.scales
     B, M, V = cache.shape[0], spec.queries, len(views.views)
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    # Or XLA, where it has VMEM to spare, copies all of them there first.
+    stay = lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM)  # noqa: E731
     q = _rows_to(problem.q, M, 2).astype(cache.dtype)
-    operands, specs = [q, cache], [_per_sequence(q), in_hbm]
+    operands, specs = [q, stay(cache)], [_per_sequence(q), in_hbm]
     scratch = [pltpu.VMEM((BUFFERS, spec.tile, cache.shape[2]), cache.dtype)]
     if scales is not None:
-        operands.append(scales)
+        operands.append(stay(scales))
         specs.append(in_hbm)
         scratch.append(pltpu.VMEM((BUFFERS, scales.shape[1], spec.tile), jnp.float32))
     if problem.rotation is not None:
@@ -318,13 +320,13 @@ def _dot(a, b, contract: tuple[int, int]):
     )
 
 
-def _keys(tile, start: int, spec: Spec):
-    width, row = spec.views.key_width, spec.views.row
-    keys = tile[:, start : start + width]
+def _lanes(tile, start: int, width: int, row: int):
+    """Lanes that queries meet, with zeros for the row's padding if they reach so far."""
+    found = tile[:, start : start + width]
     if start + width <= row:
-        return keys
-    lanes = jax.lax.broadcasted_iota(jnp.int32, keys.shape, 1)
-    return jnp.where(lanes < row - start, keys, jnp.zeros_like(keys))
+        return found
+    lanes = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1)
+    return jnp.where(lanes < row - start, found, jnp.zeros_like(found))
 
 
 def _score(r: _Refs, slot, tile, first, stop, spec: Spec):
@@ -332,14 +334,14 @@ def _score(r: _Refs, slot, tile, first, stop, spec: Spec):
     rows, rotated, factors = r.rows.at[slot], None, None
     if spec.latents is not None:
         _turn(r, tile)
-        rotated = _rotated(r, rows, spec.latents)
+        rotated = _rotated(r, rows, spec)
     if spec.scaled:
         factors = _rows_to(r.held[slot], spec.queries, 0)
     slots = jax.lax.broadcasted_iota(jnp.int32, (spec.queries, spec.tile), 1)
     live = (slots >= first) & (slots < stop)
-    logits = []
+    width, row, logits = spec.views.key_width, spec.views.row, []
     for k, view in enumerate(spec.views.views):
-        s = _dot(r.q[k], _keys(rows, view.keys, spec), (1, 1))
+        s = _dot(r.q[k], _lanes(rows, view.keys, width, row), (1, 1))
         if rotated is not None:
             s = s + rotated
         s = s * spec.scale
@@ -371,9 +373,9 @@ def _turn(r: _Refs, tile):
     r.turned[...] = (a * r.turns[0, at] + swapped * r.turns[1, at]).astype(r.turned.dtype)
 
 
-def _rotated(r: _Refs, rows, start: int):
+def _rotated(r: _Refs, rows, spec: Spec):
     """Σ_ρ z_ρ (t A)_ρ, the sum over a head's lanes taken by a product with 0 and 1: [M, tile]."""
-    latents = rows[:, start : start + r.turned.shape[0]]
+    latents = _lanes(rows, spec.latents, r.turned.shape[0], spec.views.row)
     seen = _dot(r.table[...], r.turned[...], (1, 1))
     product = (seen * latents.astype(jnp.float32)).astype(latents.dtype)
     return _dot(r.heads[...], product, (1, 1))

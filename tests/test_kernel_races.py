@@ -185,8 +185,8 @@ MUTANTS = (
     ),
     Mutant(
         "padding of live rows meets queries",
-        "return jnp.where(lanes < row - start, keys, jnp.zeros_like(keys))",
-        "return keys",
+        "return jnp.where(lanes < row - start, found, jnp.zeros_like(found))",
+        "return found",
     ),
     # The running softmax.
     Mutant(

@@ -67,13 +67,14 @@ def copies_in(text: str, held: LayerCache) -> list[str]:
     """Instructions that move as much as a cache's rows or scales, but for appends in place."""
     elements = held.arrays[0].size
     scales = None if held.scales is None else sorted(held.scales.shape)
-    moving = r"= \w+\[([\d,]+)\]\S* (?:copy|copy-start|transpose|convert|pad|concatenate)\("
+    moving = r"= (.*) (?:copy|copy-start|slice-start|transpose|convert|pad|concatenate)\("
     found = []
     for line in text.splitlines():
         match = re.search(moving, line)
-        shape = sorted(int(n) for n in match[1].split(",")) if match else [0]
-        if np.prod(shape) >= elements or shape == scales:
-            found.append(line.strip())
+        for sizes in re.findall(r"\w+\[([\d,]+)\]", match[1]) if match else ():
+            shape = sorted(map(int, sizes.split(",")))
+            if np.prod(shape) >= elements or shape == scales:
+                found.append(line.strip())
     return found
 
 

@@ -510,9 +510,9 @@ def f32(*shape: int, dtype="float32") -> jax.ShapeDtypeStruct:
 REFUSED_GQA = [  # what is changed in a call of 4 heads of 64 over 2 KV heads, B 2, S 128; its words
     ({"q": f32(4, 64)}, "q has shape (4, 64); it must be [B, N, H]"),
     ({"q": f32(2, 0, 64)}, "q has shape (2, 0, 64); it must be [B, N, H]"),
-    ({"num_kv_heads": 0}, "num_kv_heads is 0; it must be at least 1"),
+    ({"num_kv_heads": 0}, "num_kv_heads is 0; it must be a whole number of at least 1"),
     ({"num_kv_heads": 3}, "num_kv_heads is 3, which does not divide the 4 heads"),
-    ({"value_dim": 0}, "value_dim is 0; it must be at least 1"),
+    ({"value_dim": 0}, "value_dim is 0; it must be a whole number of at least 1"),
     ({"cache": f32(128, 256)}, "cache has shape (128, 256); it must be [B, S, W] with B = 2"),
     ({"cache": f32(3, 128, 256)}, "cache has shape (3, 128, 256); it must be [B, S, W] with B = 2"),
     ({"cache": f32(2, 128, 512)}, "cache has rows of 512; … need 256 elements, padded to W = 256"),
@@ -522,13 +522,16 @@ REFUSED_GQA = [  # what is changed in a call of 4 heads of 64 over 2 KV heads, B
     ({"cache": f32(2, 2**22, 256)}, "cache has 2147483648 elements; … fewer sequences at a time"),
     ({"lengths": f32(3, dtype="int32")}, "lengths is int32[3]; it must be int32[2]"),
     ({"lengths": f32(2)}, "lengths is float32[2]; it must be int32[2]"),
-    ({"window": 0}, "window is 0; it must be at least 1"),
+    ({"window": 0}, "window is 0; it must be a whole number of at least 1"),
     ({"cap": -1.0}, "cap is -1.0; it must be finite and not negative"),
     ({"cap": float("inf")}, "cap is inf; it must be finite and not negative"),
     ({"cap": float("nan")}, "cap is nan; it must be finite and not negative"),
-    ({"splits": 0}, "splits is 0; it must be at least 1"),
+    ({"window": 2.5}, "window is 2.5; it must be a whole number of at least 1"),
+    ({"scale": float("nan")}, "scale is nan; it must be finite"),
+    ({"splits": 0}, "splits is 0; it must be a whole number of at least 1"),
     ({"heads": (0, 2)}, "heads says that there are 2 heads, but q has 4"),
     ({"heads": (-1, 8)}, "heads begins at -1; 4 heads of 8 cannot begin there"),
+    ({"heads": (np.int64(5), 8)}, "heads begins at 5; 4 heads of 8 cannot begin there"),
     ({"heads": (5, 8)}, "heads begins at 5; 4 heads of 8 cannot begin there"),
     ({"backend": "gpu"}, "backend is 'gpu'; choose one of auto, jnp, tpu, interpret"),
     ({"cache": f32(2, 129, 256)}, "cache has 129 slots; … multiples of 8, so make it 136"),
@@ -564,8 +567,17 @@ REFUSED_LRKV = [  # in a call of 2 heads of 64 at rank 8, B 2, S 128
         "cache has 136 slots; … multiples of 128, so make it 256",
     ),
     ({"heads": (0, 20)}, "cache has rows of 256; … need 448 elements, padded to W = 512"),
-    ({"frequencies": np.ones(31)}, "frequencies must be a NumPy array of H/2 = 32"),
-    ({"frequencies": f32(32)}, "frequencies must be a NumPy array of H/2 = 32"),
+    (
+        {"frequencies": np.ones(31)},
+        "frequencies is a ndarray of shape (31,); it must be a NumPy array of H/2 = 32",
+    ),
+    ({"frequencies": [1.0] * 32}, "frequencies is a list of shape None; … of H/2 = 32"),
+    ({"frequencies": np.full(32, np.nan)}, "frequencies has nan; all must be finite"),
+    ({"multiplier": 2.0}, "multiplier is 2.0, but without frequencies nothing turns"),
+    (
+        {"frequencies": np.ones(32), "multiplier": float("nan")},
+        "multiplier is nan; it must be finite",
+    ),
     (
         {"frequencies": np.ones(32), "q_residual": f32(2, 2, 64)},
         "q_residual is given with frequencies; … q meets both terms",
@@ -592,6 +604,10 @@ def refusal(entry, arguments: dict, changes: dict) -> UnsupportedError:
 
 
 def refused_by(entry: str, changes: dict) -> UnsupportedError:
+    if entry == "merge":
+        with pytest.raises(UnsupportedError) as caught:
+            merge(Attended(jnp.zeros((2, 3, 4)), jnp.zeros((2, 3))), **changes)
+        return caught.value
     if entry == "gqa":
         shape = GQA.replace(num_heads=4, head_dim=64, batch=2, slots=128)
         sizes = {"num_kv_heads": 2, "value_dim": 64}
@@ -601,6 +617,7 @@ def refused_by(entry: str, changes: dict) -> UnsupportedError:
 
 
 REFUSED = [("gqa", *x) for x in REFUSED_GQA] + [("lrkv", *x) for x in REFUSED_LRKV]
+REFUSED.append(("merge", {"axis": 2}, "axis is 2, but lse has 2 dimensions"))
 
 
 @pytest.mark.parametrize(
