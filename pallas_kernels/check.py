@@ -90,7 +90,7 @@ def total(first: Any, num_heads: int, total: int) -> None:
     )
     if isinstance(first, int | np.integer):
         require(
-            0 <= first <= total - num_heads,
+            bool(0 <= first <= total - num_heads),
             f"heads begins at {first}; {num_heads} heads of {total} cannot begin there.",
         )
 

@@ -334,7 +334,8 @@ def _score(r: _Refs, slot, tile, first, stop, spec: Spec):
     rows, rotated, factors = r.rows.at[slot], None, None
     if spec.latents is not None:
         _turn(r, tile)
-        rotated = _rotated(r, rows, spec)
+        latents = _lanes(rows, spec.latents, r.turned.shape[0], spec.views.row)
+        rotated = _rotated(r, latents)
     if spec.scaled:
         factors = _rows_to(r.held[slot], spec.queries, 0)
     slots = jax.lax.broadcasted_iota(jnp.int32, (spec.queries, spec.tile), 1)
@@ -373,9 +374,8 @@ def _turn(r: _Refs, tile):
     r.turned[...] = (a * r.turns[0, at] + swapped * r.turns[1, at]).astype(r.turned.dtype)
 
 
-def _rotated(r: _Refs, rows, spec: Spec):
+def _rotated(r: _Refs, latents):
     """Σ_ρ z_ρ (t A)_ρ, the sum over a head's lanes taken by a product with 0 and 1: [M, tile]."""
-    latents = _lanes(rows, spec.latents, r.turned.shape[0], spec.views.row)
     seen = _dot(r.table[...], r.turned[...], (1, 1))
     product = (seen * latents.astype(jnp.float32)).astype(latents.dtype)
     return _dot(r.heads[...], product, (1, 1))
