@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from test_kernel_compile import pytestmark  # noqa: F401 (libtpu's wheels)
 
@@ -21,6 +22,8 @@ from vhajax.sharding import AXES
 
 CHIPS = pytest.mark.parametrize("chip", ["v5e", pytest.param("v6e", marks=pytest.mark.slow)])
 B, S = 8, 32_768
+MADE = 8 * 2**20
+"""Bytes that weights, logits and rotors may take; a shard of a layer's cache has 64 MiB or more."""
 WIDE = {"num_heads": 16, "head_dim": 128}
 MECHANISMS = {
     "gqa": GQA(num_kv_heads=2, logit_cap=30.0, **WIDE),
@@ -33,14 +36,22 @@ MECHANISMS = {
 }
 
 
-def mesh_of(chip: str) -> Mesh:
-    devices = ahead.device_mesh(chip).devices.reshape(1, 1, 1)
+def mesh_of(chip: str, data: int = 1, model: int = 1) -> Mesh:
+    ahead.device_mesh(chip)  # which sets what libtpu reads
+    name = ahead.TOPOLOGIES[chip]
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    devices = np.array(devices[: data * model]).reshape(data, 1, model)
     return Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * 3)
 
 
 def placed(tree, mesh: Mesh):
-    where = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
+    """Abstract arrays on devices, as they lie already or whole."""
+
+    def place(x):
+        spec = PartitionSpec() if x.sharding is None else x.sharding.spec
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, tree)
 
 
 def model_of(attention: config.Attention, **more) -> config.Model:
@@ -48,9 +59,8 @@ def model_of(attention: config.Attention, **more) -> config.Model:
     return config.Model(attention=attention, **size | more)
 
 
-def lowered(cfg: config.Model, chip: str, slots: int = S, **options):
-    """The decode step for a chip, and its cache."""
-    mesh = mesh_of(chip)
+def lowered(cfg: config.Model, mesh: Mesh, slots: int = S, **options):
+    """The decode step for a mesh, and its cache."""
     with jax.set_mesh(mesh):
         make = lambda: transformer.unstack(transformer.Transformer(cfg, jax.random.key(0)))  # noqa: E731
         model = placed(jax.eval_shape(make), mesh)
@@ -81,14 +91,27 @@ def copies_in(text: str, held: LayerCache) -> list[str]:
 @CHIPS
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_a_decode_step_runs_the_kernels_and_copies_no_cache(name, chip):
-    step, held = lowered(model_of(MECHANISMS[name]), chip)
+    step, held = lowered(model_of(MECHANISMS[name]), mesh_of(chip))
     compiled = step.compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     arrays = jax.tree.leaves(held.layers)
     assert kernels_in(text) == 2  # one a layer
     assert copies_in(text, held.layers[0]) == []
     assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in arrays)
-    assert memory.temp_size_in_bytes < 8 * 2**20  # weights in compute dtype, logits, rotors
+    assert memory.temp_size_in_bytes < MADE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [(2, 2), (1, 4)], ids=str)
+@pytest.mark.parametrize("name", ["gqa", "lrkv full", "lrkv full N 6", "mfa"])
+def test_so_it_is_on_each_of_four_chips(name, shards):
+    step, held = lowered(model_of(MECHANISMS[name]), mesh_of("v5e", *shards))
+    compiled = step.compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert kernels_in(text) == 2
+    assert memory.temp_size_in_bytes < MADE
+    everything = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held.layers))
+    assert memory.alias_size_in_bytes >= everything // 4
 
 
 @CHIPS
@@ -118,7 +141,7 @@ def test_an_append_is_in_place(name, chip):
 
 def test_a_copy_of_the_cache_would_be_seen():
     """XLA's own einsums on the same rows make one."""
-    step, held = lowered(model_of(MECHANISMS["gqa"]), "v5e", backend="jnp")
+    step, held = lowered(model_of(MECHANISMS["gqa"]), mesh_of("v5e"), backend="jnp")
     text = step.compile().as_text()
     assert kernels_in(text) == 0
     assert copies_in(text, held.layers[0]) != []
@@ -130,17 +153,17 @@ def test_a_copy_of_the_cache_would_be_seen():
 def test_what_the_kernels_cannot_do_is_decoded_by_xla_and_said_once(caplog):
     cfg = model_of(MECHANISMS["gqa"])
     with caplog.at_level(logging.WARNING):
-        step, _ = lowered(cfg, "v5e", slots=1001)
+        step, _ = lowered(cfg, mesh_of("v5e"), slots=1001)
     assert "tpu_custom_call" not in step.as_text()
     (record,) = caplog.records
     assert "cache has 1001 slots" in record.getMessage()
     with pytest.raises(UserError, match=r"1001 slots.*make it 1008"):
-        lowered(cfg, "v5e", slots=1001, backend="tpu")
+        lowered(cfg, mesh_of("v5e"), slots=1001, backend="tpu")
 
 
 def test_mla_is_decoded_by_xla_on_a_tpu():
     cfg = model_of(MLA(num_heads=4, head_dim=32))
-    step, _ = lowered(cfg, "v5e")
+    step, _ = lowered(cfg, mesh_of("v5e"))
     assert "tpu_custom_call" not in step.as_text()
 
 

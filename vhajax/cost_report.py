@@ -95,7 +95,9 @@ def notes(model: Model) -> list[str]:
     if isinstance(cfg, LRKV) and cfg.position == "full" and cfg.rank:
         told.append(EXACT_ROPE.format("R"))
     if cfg.cache_row().scales:
-        told.append("A stored row includes one float32 inverse RMS a head (QK-norm).")
+        told.append(
+            "A stored row includes one float32 inverse RMS a head (QK-norm), heads padded to 8."
+        )
     return told
 
 

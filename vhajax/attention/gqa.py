@@ -25,6 +25,8 @@ class QKV(NamedTuple):
 class GQAttention(Attention):
     """K KV heads, each read by N/K query heads. key [D, K, H], value [D, K, H_v]."""
 
+    has_kernel = True
+
     def _init_keys(self, model: config.Model, key_key: jax.Array, value_key: jax.Array) -> None:
         cfg, D = self.cfg, model.dim
         assert isinstance(cfg, config.GQA | config.VHA | config.MFA)
@@ -55,15 +57,13 @@ class GQAttention(Attention):
         )
         return mix(weights, values, mask)
 
-    has_kernel = True
-
     def kernel(self, q, held: Rows) -> jax.Array:
-        value_dim, options = self.cfg.v_dim, held.options
+        """The same as `decode`, from rows."""
         return gqa_decode(
             q,
             held.rows,
             num_kv_heads=held.groups,
-            value_dim=value_dim,
+            value_dim=self.cfg.v_dim,
             scale=self.scale,
-            **options,
+            **held.options,
         ).out

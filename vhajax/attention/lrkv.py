@@ -47,6 +47,8 @@ class LRKVAttention(Attention):
     and where N·R > D no head could get an update of full rank R.
     """
 
+    has_kernel = True
+
     def _init_keys(self, model: config.Model, key_key: jax.Array, value_key: jax.Array) -> None:
         cfg, D = self.lrkv, model.dim
         N, R = cfg.num_heads, cfg.rank
@@ -160,8 +162,6 @@ class LRKVAttention(Attention):
         residual = mix(weights, zv, mask)
         up = jnp.einsum("BNTR,NRH->BNTH", residual, value_up, precision=HIGHEST)
         return mix(weights, v, mask) + up
-
-    has_kernel = True
 
     def kernel(self, q, held: Rows, *factors) -> jax.Array:
         """The same as `decode`, from rows."""
