@@ -149,9 +149,3 @@ def rotation(
         q_residual is None,
         "q_residual is given with frequencies; where whole keys are rotated q meets both terms.",
     )
-
-
-def axis(axis: int, ndim: int) -> None:
-    require(
-        -ndim <= axis < ndim, f"axis is {axis}, but lse has {ndim} dimensions; choose one of them."
-    )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import chips
@@ -96,3 +97,24 @@ def solve(problem: Problem, splits: int | None, backend: Backend) -> Attended:
     from pallas_kernels import tpu
 
     return tpu.solve(problem, splits, interpret=chosen == "interpret")
+
+
+def merge(parts: Attended, axis: int = 0) -> Attended:
+    """Attention over the union of disjoint sets of slots, from attention over each.
+
+    Args:
+      parts: out [..., V] and lse [...] with the parts along `axis`, for instance of splits of a
+        sequence, of a shared prefix and the rest, or of shards.
+    """
+    out, lse = parts
+    require(
+        -lse.ndim <= axis < lse.ndim,
+        f"axis is {axis}, but lse has {lse.ndim} dimensions; choose one of them.",
+    )
+    axis = axis % lse.ndim
+    peak = jnp.max(lse, axis=axis, keepdims=True)
+    weights = jnp.exp(lse - jnp.where(peak == -jnp.inf, 0, peak))
+    total = jnp.sum(weights, axis=axis)
+    mixed = jnp.sum(weights[..., None] * out, axis=axis)
+    merged = mixed / jnp.where(total == 0, 1, total)[..., None]
+    return Attended(merged, jnp.squeeze(peak, axis) + jnp.log(total))

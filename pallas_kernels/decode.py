@@ -174,21 +174,3 @@ def _rotation(q, key_up, frequencies, multiplier, heads: Heads, dtype) -> Rotati
     owner = jnp.where(lanes < 0, -1, lanes // R)
     own = (first + jnp.arange(N))[:, None] == owner
     return Rotation(rotor, own.astype(dtype), start, np.asarray(frequencies), multiplier)
-
-
-def merge(parts: Attended, axis: int = 0) -> Attended:
-    """Attention over the union of disjoint sets of slots, from attention over each.
-
-    Args:
-      parts: out [..., V] and lse [...] with the parts along `axis`, for instance of splits of a
-        sequence, of a shared prefix and the rest, or of shards.
-    """
-    out, lse = parts
-    check.axis(axis, lse.ndim)
-    axis = axis % lse.ndim
-    peak = jnp.max(lse, axis=axis, keepdims=True)
-    weights = jnp.exp(lse - jnp.where(peak == -jnp.inf, 0, peak))
-    total = jnp.sum(weights, axis=axis)
-    mixed = jnp.sum(weights[..., None] * out, axis=axis)
-    merged = mixed / jnp.where(total == 0, 1, total)[..., None]
-    return Attended(merged, jnp.squeeze(peak, axis) + jnp.log(total))

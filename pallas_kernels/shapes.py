@@ -2,13 +2,13 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.core import Attended, Backend
+from pallas_kernels.core import Attended
 from pallas_kernels.decode import gqa_decode, lrkv_decode
 from pallas_kernels.rows import padded
 
@@ -85,17 +85,8 @@ class Shape:
             sizes["key_scales"] = ((B, N, S), jnp.float32)
         return {name: jax.ShapeDtypeStruct(*size) for name, size in sizes.items()}
 
-    def call(
-        self,
-        arrays: dict[str, jax.Array],
-        *,
-        window: int | None = None,
-        cap: float = 0.0,
-        splits: int | None = None,
-        backend: Backend = "auto",
-    ) -> Attended:
-        """The entry point on such arrays, logits scaled by 1/√H."""
-        options = {"window": window, "cap": cap, "splits": splits, "backend": backend}
+    def call(self, arrays: dict[str, jax.Array], **options: Any) -> Attended:
+        """The entry point on such arrays with its options, logits scaled by 1/√H."""
         options["scale"] = self.head_dim**-0.5
         if self.kind == "gqa":
             options |= {"num_kv_heads": self.num_kv_heads, "value_dim": self.v_dim}

@@ -26,7 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import blocks
 from pallas_kernels.blocks import BUFFERS, Spec
-from pallas_kernels.core import Attended, Problem, Rotation
+from pallas_kernels.core import Attended, Problem, Rotation, merge
 from pallas_kernels.rows import LANES
 
 DEAD = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked logit: exp(DEAD − anything) is 0
@@ -37,8 +37,6 @@ def solve(problem: Problem, splits: int | None, *, interpret: bool = False) -> A
 
     interpret: run the kernel in JAX's interpreter, on any device, slowly.
     """
-    from pallas_kernels.decode import merge
-
     spec, chip = blocks.plan(problem)
     splits = splits or chip.cores
     out, lse = _call(problem, spec, splits, interpret)

@@ -53,17 +53,6 @@ def slow(*values):
 # ------------------------------------------------------------------ running
 
 
-def decode(shape: Shape, arrays: dict, **options) -> Attended:
-    """The entry point with any of its options, where `Shape.call` takes only the common ones."""
-    options["scale"] = shape.head_dim**-0.5
-    if shape.kind == "gqa":
-        options |= {"num_kv_heads": shape.num_kv_heads, "value_dim": shape.v_dim}
-        return gqa_decode(**arrays, **options)
-    if shape.kind == "rope":
-        options["frequencies"] = shape.frequencies
-    return lrkv_decode(**arrays, **options)
-
-
 def compiled(call, arguments: tuple, row: int, dtype: str, rows: int):
     """call, compiled for arguments like these, interpreted with tiles of so many rows."""
     tile_bytes = rows * row * jnp.dtype(dtype).itemsize
@@ -372,7 +361,7 @@ def program_of_part(shape: Shape, backend: str, count: int, first: int | None, *
 
     def call(arrays, begin):
         heads = (begin if first is None else first, shape.num_heads)
-        return decode(shape, arrays, heads=heads, backend=backend, **options)
+        return shape.call(arrays, heads=heads, backend=backend, **options)
 
     arguments = shape.replace(num_heads=count).arguments() | {"cache": shape.arguments()["cache"]}
     return compiled(call, (arguments, 0), shape.row, shape.dtype, TILE)
