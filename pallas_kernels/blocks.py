@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from pallas_kernels import chips
 from pallas_kernels.check import UnsupportedError, require
 from pallas_kernels.chips import MIB, Chip
-from pallas_kernels.core import Problem
 from pallas_kernels.rows import LANES, Views, up
+from pallas_kernels.wide import Wide
 
 BUFFERS = 3  # one on its way, one for logits, one for values
 TILES = (4096, 2048, 1024, 512, 256, 128)
@@ -39,13 +39,17 @@ class Spec:
     vmem: int
 
 
-def plan(problem: Problem) -> tuple[Spec, Chip]:
+def plan(problem: Wide) -> tuple[Spec, Chip]:
     """The largest tile of the chip's choice that fits its VMEM.
 
     Raises:
       ValueError: none fits, or S is not a multiple of what a tile must begin at.
     """
     chip = chips.chip()
+    require(
+        problem.cache.dtype != jnp.float16,
+        "cache is float16; the TPU kernel takes float32 or bfloat16.",
+    )
     S, W = problem.cache.shape[1:]
     item = problem.cache.dtype.itemsize
     sublanes = 32 // item
@@ -87,7 +91,7 @@ def plan(problem: Problem) -> tuple[Spec, Chip]:
     return spec, chip
 
 
-def vmem_bytes(problem: Problem, queries: int, tile: int) -> int:
+def vmem_bytes(problem: Wide, queries: int, tile: int) -> int:
     """Predicted bytes of VMEM: buffers, what Pallas fetches ahead (twice), and values in flight."""
     W, item = problem.cache.shape[2], problem.cache.dtype.itemsize
     views, count = problem.views, len(problem.views.views)

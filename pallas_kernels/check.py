@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_kernels.rows import padded, up
 
-DTYPES = (jnp.float32, jnp.bfloat16)
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 ELEMENTS = 2**31  # offsets are 32-bit
 
 
@@ -61,7 +61,7 @@ def rows(q: jax.Array, cache: jax.Array, lengths: jax.Array, elements: int) -> N
     require(cache.shape[1] >= 1, f"cache has shape {cache.shape}; it needs at least one slot.")
     require(
         any(cache.dtype == d for d in DTYPES),
-        f"cache is {cache.dtype}; it must be float32 or bfloat16.",
+        f"cache is {cache.dtype}; it must be bfloat16, float32 or float16.",
     )
     require(
         cache.size < ELEMENTS,

@@ -9,10 +9,9 @@ import numpy as np
 
 from pallas_kernels import chips
 from pallas_kernels.check import require
-from pallas_kernels.rows import Views
 
-Backend = Literal["auto", "jnp", "tpu", "interpret"]
-BACKENDS = ("auto", "jnp", "tpu", "interpret")
+Backend = Literal["auto", "jnp", "tpu", "tpu_interpret", "gpu", "gpu_interpret"]
+BACKENDS: tuple[Backend, ...] = ("auto", "jnp", "tpu", "tpu_interpret", "gpu", "gpu_interpret")
 
 
 class Attended(NamedTuple):
@@ -26,56 +25,89 @@ class Attended(NamedTuple):
     lse: jax.Array
 
 
+class Solved(NamedTuple):
+    """What a backend returns, in float32, 0 and −inf as in `Attended`.
+
+    out: [B, N, V], for LRKV of the shared value alone. latents: [B, N, R] each head's weighted mean
+    of its own, or None at rank 0. lse: [B, N].
+    """
+
+    out: jax.Array
+    latents: jax.Array | None
+    lse: jax.Array
+
+
 @dataclass(frozen=True)
 class Rotation:
-    """LRKV's latent keys under RoPE: logits Σ_ρ z_ρ (t_n A)_ρ, see `decode.lrkv_rope_decode`.
+    """LRKV's latent keys under RoPE: logits Σ_ρ z_ρ (t_n A)_ρ, see `decode.lrkv_decode`.
 
-    rotor: [B, Z, P] float32 Aᵀ at slot 0, its halves at lanes 0 and P/2 on; Z lanes of the row.
-    heads: [M, Z] 1 where a lane belongs to a query's head, else 0.
-    start: lane of the row where those Z begin, a multiple of 128.
+    rotor: [B, N, R, H] float32, Aᵀ of each head: its two halves.
     frequencies: [H/2] float64, radians a slot. multiplier: of cosine and sine.
     """
 
     rotor: jax.Array
-    heads: jax.Array
-    start: int
     frequencies: np.ndarray
     multiplier: float
 
     def table(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Cosine and sine of nθ in float64: [n, P/2] each, zero beyond H/2."""
+        """Cosine and sine of nθ in float64: [n, H/2] each."""
         angles = slots[:, None].astype(np.float64) * self.frequencies
-        spare = self.rotor.shape[2] // 2 - len(self.frequencies)
-        cos, sin = (np.pad(f(angles), ((0, 0), (0, spare))) for f in (np.cos, np.sin))
-        return cos, sin
+        return np.cos(angles), np.sin(angles)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Attention of one token a sequence over rows, every query laid out over what it reads.
+    """Attention of one token a sequence over cached rows: what every backend solves.
 
     name: of the kernel, in profiles and dumps.
-    q: [B, views, M, key_width] float32. scale: factor of its logits.
-    cache: [B, S, W]. lengths: [B] int32 live slots.
-    views: what each block of M queries reads.
-    window: slots seen, the last live one included, or None. cap: soft cap of logits, 0 for none.
-    scales: [B, M or more, S] float32 factors of logits, or None (one view only).
+    q: [B, N, H] float32. cache: [B, S, W]. lengths: [B] int32 live slots.
+    num_kv_heads, value_dim, rank: of a row, whose total heads are `total`: K groups of [H | V], or
+      [H | total·R | V | total·R] with one group.
+    first: of those heads, the first that q holds. partial: whether q holds some heads only.
+    absorbed: [B, N, R] float32, queries of the latents, None where there are none or they are
+      rotated. scales: [B, N or more, S] float32 factors of logits, or None.
+    scale: of logits. window: slots seen, the last live one included, or None. cap: soft cap of
+      logits, 0 for none.
     """
 
     name: str
     q: jax.Array
     cache: jax.Array
     lengths: jax.Array
-    views: Views
+    num_kv_heads: int
+    value_dim: int
     scale: float
     window: int | None
     cap: float
+    first: jax.Array | int
+    total: int
+    partial: bool
+    rank: int = 0
+    absorbed: jax.Array | None = None
     scales: jax.Array | None = None
     rotation: Rotation | None = None
 
+    @property
+    def elements(self) -> int:
+        """Of a row, without padding."""
+        group = self.q.shape[2] + self.value_dim + 2 * self.total * self.rank
+        return self.num_kv_heads * group
+
+    @property
+    def rotor_width(self) -> int:
+        """Elements of t_n, 0 without rotation."""
+        return 0 if self.rotation is None else self.q.shape[2]
+
+    @property
+    def live(self) -> tuple[jax.Array, jax.Array]:
+        """First live slot and end of each sequence, [B] int32."""
+        high = jnp.clip(self.lengths, 0, self.cache.shape[1])
+        low = jnp.maximum(high - self.window, 0) if self.window else jnp.zeros_like(high)
+        return low, high
+
 
 def choose(backend: Backend) -> Backend:
-    """The only place that chooses: the kernel where the program is traced for a TPU, else jnp.
+    """The only place that chooses: the kernel of the device that is traced for, else jnp.
 
     Raises:
       UnsupportedError: an unknown name.
@@ -84,19 +116,28 @@ def choose(backend: Backend) -> Backend:
     if backend != "auto":
         return backend
     platform, _ = chips.device()
-    return "tpu" if platform == "tpu" else "jnp"
+    return "tpu" if platform == "tpu" else "gpu" if chips.is_hopper() else "jnp"
 
 
-def solve(problem: Problem, splits: int | None, backend: Backend) -> Attended:
-    """out [B, views, M, value_width] float32 and lse [B, views, M]."""
+def solve(problem: Problem, splits: int | None, backend: Backend) -> Solved:
+    """Raises UnsupportedError where the backend cannot."""
     chosen = choose(backend)
+    if chosen in ("gpu", "gpu_interpret"):
+        from pallas_kernels import gpu
+
+        return gpu.solve(problem, splits, interpret=chosen == "gpu_interpret")
+    from pallas_kernels import wide
+
+    laid = wide.lay(problem)
     if chosen == "jnp":
         from pallas_kernels import reference
 
-        return reference.solve(problem)
-    from pallas_kernels import tpu
+        found = reference.solve(laid)
+    else:
+        from pallas_kernels import tpu
 
-    return tpu.solve(problem, splits, interpret=chosen == "interpret")
+        found = tpu.solve(laid, splits, interpret=chosen == "tpu_interpret")
+    return wide.read(problem, laid, found)
 
 
 def merge(parts: Attended, axis: int = 0) -> Attended:

@@ -5,16 +5,18 @@ rows (the last `window` of them where one is given), and returns `Attended`. Let
 S slots, N query heads of this call, K KV heads, H head dim, V value dim, R rank, W row.
 
 Common arguments:
-  cache: [B, S, W] float32 or bfloat16, W the row padded to 128.
+  cache: [B, S, W] bfloat16, float32 (not on GPU) or float16 (not on TPU), W the row padded to 128.
   lengths: [B] int32 live slots, the new token's among them; 0 is allowed.
   scale: factor of logits, 1/√H as a rule.
   window: slots that a query sees, its own included; None: all.
   cap: c of logits c·tanh(logits / c); 0: none.
   heads: (first, total) where these N queries are heads first … first + N − 1 of `total`, for
     instance on one shard; first may be traced. The row then holds what all heads need.
-  splits: parts of a sequence that are computed apart and merged; None: one for each core.
-  backend: `tpu` (the Pallas kernel), `interpret` (the same in JAX's interpreter, for tests) or
-    `jnp`; `auto`: the kernel where the program is traced for a TPU, else jnp.
+  splits: parts of a sequence that are computed apart and merged; None: one for each core of a
+    TPU; on a GPU an equal share of all sequences for each multiprocessor.
+  backend: `tpu` or `gpu` (Pallas kernels), `tpu_interpret` or `gpu_interpret` (the same in JAX's
+    interpreters, for tests), or `jnp`; `auto`: the kernel of the device that the program is traced
+    for (a TPU, a Hopper GPU), else jnp.
 All of them raise UnsupportedError, a ValueError that names the argument, before anything compiles.
 """
 
@@ -24,16 +26,6 @@ import numpy as np
 
 from pallas_kernels import check
 from pallas_kernels.core import Attended, Backend, Problem, Rotation, solve
-from pallas_kernels.rows import (
-    LANES,
-    gather,
-    gqa_views,
-    lrkv_views,
-    padded,
-    place,
-    spread,
-    whole_row,
-)
 
 Heads = tuple[jax.Array | int, int]
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -61,34 +53,29 @@ def gqa_decode(
     Returns:
       out [B, N, V], lse [B, N].
     """
-    B, N, H = check.queries(q)
+    _, N, H = check.queries(q)
     first, total = heads or (0, N)
     check.total(first, N, total)
     check.grouped(total, num_kv_heads)
     check.positive(value_dim=value_dim)
     check.rows(q, cache, lengths, num_kv_heads * (H + value_dim))
     check.options(scale, window, cap, splits)
-    K, group = num_kv_heads, H + value_dim
-    q = q.astype(jnp.float32)
-    if heads is not None:
-        views = whole_row(K * group)
-        wide = spread(place(q, 0, group), K, first, total // K)
-        q = place(wide, 0, views.key_width)[:, None]
-    else:
-        views = gqa_views(K, H, value_dim)
-        offsets = [k * group - view.keys for k, view in enumerate(views.views)]
-        grouped = q.reshape(B, K, N // K, H)
-        placed = [place(grouped[:, k], at, views.key_width) for k, at in enumerate(offsets)]
-        q = jnp.stack(placed, axis=1)
-    out, lse = solve(
-        Problem("gqa_decode", q, cache, lengths, views, scale, window, cap), splits, backend
+    problem = Problem(
+        "gqa_decode",
+        q.astype(jnp.float32),
+        cache,
+        lengths,
+        num_kv_heads,
+        value_dim,
+        scale,
+        window,
+        cap,
+        first,
+        total,
+        partial=heads is not None,
     )
-    if heads is not None:
-        mine = gather(out[:, 0, :, : K * group], K, first, total // K)
-        return Attended(mine[..., H:], lse[:, 0])
-    starts = [k * group + H - view.values for k, view in enumerate(views.views)]
-    values = [out[:, k, :, at : at + value_dim] for k, at in enumerate(starts)]
-    return Attended(jnp.stack(values, axis=1).reshape(B, N, -1), lse.reshape(B, N))
+    out, _, lse = solve(problem, splits, backend)
+    return Attended(out, lse)
 
 
 def lrkv_decode(
@@ -138,39 +125,40 @@ def lrkv_decode(
     check.options(scale, window, cap, splits)
     check.scales(key_scales, q, cache)
     check.rotation(frequencies, multiplier, q, q_residual)
-    views = lrkv_views(total, R, H, V, latent_keys=frequencies is None)
     shared, key_up = q.astype(jnp.float32), key_up.astype(jnp.float32)
+    absorbed = rotation = None
     if frequencies is None:
-        rotation = None
         residual = shared if q_residual is None else q_residual.astype(jnp.float32)
         check.same_shape("q_residual", residual, q)
         absorbed = jnp.einsum("BNH,NRH->BNR", residual, key_up, precision=HIGHEST)
-        laid = jnp.concatenate([shared, spread(absorbed, total, first)], axis=-1)
     else:
-        rotation = _rotation(shared, key_up, frequencies, multiplier, (first, total), cache.dtype)
-        laid = shared
-    laid = place(laid, 0, views.key_width)[:, None]
-    name = "lrkv_decode" if rotation is None else "lrkv_rope_decode"
-    problem = Problem(name, laid, cache, lengths, views, scale, window, cap, key_scales, rotation)
-    out, lse = solve(problem, splits, backend)
-    values = out[:, 0, :, H + total * R - views.views[0].values :]
-    latents = gather(values[..., V : V + total * R], total, first)
+        rotor = _rotor(shared, key_up)
+        rotation = Rotation(rotor, np.asarray(frequencies), multiplier)
+    problem = Problem(
+        "lrkv_decode" if rotation is None else "lrkv_rope_decode",
+        shared,
+        cache,
+        lengths,
+        1,
+        V,
+        scale,
+        window,
+        cap,
+        first,
+        total,
+        partial=heads is not None,
+        rank=R,
+        absorbed=absorbed,
+        scales=key_scales,
+        rotation=rotation,
+    )
+    out, latents, lse = solve(problem, splits, backend)
     up = jnp.einsum("BNR,NRV->BNV", latents, value_up.astype(jnp.float32), precision=HIGHEST)
-    return Attended(values[..., :V] + up, lse[:, 0])
+    return Attended(out + up, lse)
 
 
-def _rotation(q, key_up, frequencies, multiplier, heads: Heads, dtype) -> Rotation:
-    """Aᵀ of every head, at the lanes of its latents."""
-    (B, N, H), R, (first, total) = q.shape, key_up.shape[1], heads
-    start, half, wide = H // LANES * LANES, H // 2, padded(H) // 2
-    width, offset = padded(H - start + total * R), H - start
-    q1, q2 = q[:, :, None, :half], q[:, :, None, half:]
-    b1, b2 = key_up[None, ..., :half], key_up[None, ..., half:]
-    halves = [place(x, 0, wide) for x in (q1 * b1 + q2 * b2, q2 * b1 - q1 * b2)]
-    mine = jnp.concatenate(halves, axis=-1).reshape(B, N * R, 2 * wide)
-    rotor = jnp.zeros((B, width, 2 * wide), jnp.float32)
-    rotor = jax.lax.dynamic_update_slice_in_dim(rotor, mine, offset + first * R, axis=1)
-    lanes = jnp.arange(width) - offset
-    owner = jnp.where(lanes < 0, -1, lanes // R)
-    own = (first + jnp.arange(N))[:, None] == owner
-    return Rotation(rotor, own.astype(dtype), start, np.asarray(frequencies), multiplier)
+def _rotor(q: jax.Array, key_up: jax.Array) -> jax.Array:
+    """Aᵀ of every head: [B, N, R, H], its halves side by side."""
+    q1, q2 = jnp.split(q[:, :, None], 2, axis=-1)
+    b1, b2 = jnp.split(key_up[None], 2, axis=-1)
+    return jnp.concatenate([q1 * b1 + q2 * b2, q2 * b1 - q1 * b2], axis=-1)

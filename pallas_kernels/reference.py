@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.core import Attended, Problem, Rotation
+from pallas_kernels.core import Attended
+from pallas_kernels.wide import Turned, Wide
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
-def solve(problem: Problem) -> Attended:
+def solve(problem: Wide) -> Attended:
     """See `core.solve`. Computed in float32; the sequence is never split."""
     slots = jnp.arange(problem.cache.shape[1])
     lengths = jnp.minimum(problem.lengths, len(slots))[:, None]
@@ -23,7 +24,7 @@ def solve(problem: Problem) -> Attended:
     return Attended(*(jnp.stack(x, axis=1) for x in zip(*solved, strict=True)))
 
 
-def _view(problem: Problem, index: int, rows: jax.Array, live: jax.Array):
+def _view(problem: Wide, index: int, rows: jax.Array, live: jax.Array):
     views = problem.views
     view = views.views[index]
     keys = rows[:, :, view.keys : view.keys + views.key_width]
@@ -45,7 +46,7 @@ def _view(problem: Problem, index: int, rows: jax.Array, live: jax.Array):
     return out, peak[..., 0] + jnp.log(total)
 
 
-def _rotated(rows: jax.Array, rotation: Rotation) -> jax.Array:
+def _rotated(rows: jax.Array, rotation: Turned) -> jax.Array:
     width = rotation.rotor.shape[1]
     latents = rows[:, :, rotation.start : rotation.start + width]
     table = np.concatenate(rotation.table(np.arange(rows.shape[1])), axis=1)

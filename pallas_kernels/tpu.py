@@ -26,13 +26,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import blocks
 from pallas_kernels.blocks import BUFFERS, Spec
-from pallas_kernels.core import Attended, Problem, Rotation, merge
+from pallas_kernels.core import Attended, merge
 from pallas_kernels.rows import LANES
+from pallas_kernels.wide import Turned, Wide
 
 DEAD = -0.7 * float(jnp.finfo(jnp.float32).max)  # a masked logit: exp(DEAD − anything) is 0
 
 
-def solve(problem: Problem, splits: int | None, *, interpret: bool = False) -> Attended:
+def solve(problem: Wide, splits: int | None, *, interpret: bool = False) -> Attended:
     """See `core.solve`; UnsupportedError where the chip's VMEM or the cache's shape forbid it.
 
     interpret: run the kernel in JAX's interpreter, on any device, slowly.
@@ -45,7 +46,7 @@ def solve(problem: Problem, splits: int | None, *, interpret: bool = False) -> A
     return Attended(*(x[0] for x in parts)) if splits == 1 else merge(parts)
 
 
-def tiles(problem: Problem, tile: int, splits: int):
+def tiles(problem: Wide, tile: int, splits: int):
     """Which tiles each split reads of each sequence, and which sequence comes next.
 
     Returns int32 begin, count [splits, B], after [splits, B + 1] (the first sequence from b on that
@@ -64,9 +65,7 @@ def tiles(problem: Problem, tile: int, splits: int):
     return begin, count, after, low, high
 
 
-def _call(
-    problem: Problem, spec: Spec, splits: int, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
+def _call(problem: Wide, spec: Spec, splits: int, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """Unmerged out [splits, B, views, M, value_width] and lse [splits, B, views, M, 128]."""
     cache, views, scales = problem.cache, spec.views, problem.scales
     B, M, V = cache.shape[0], spec.queries, len(views.views)
@@ -124,7 +123,7 @@ def _rows_to(x: jax.Array, size: int, axis: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def _rotation(rotation: Rotation, cache: jax.Array, spec: Spec) -> list[jax.Array]:
+def _rotation(rotation: Turned, cache: jax.Array, spec: Spec) -> list[jax.Array]:
     """Rotor [B, Z, P] float32, table [tile, P], turns [2, tiles, P] float32, heads [M, Z]."""
     S = cache.shape[1]
     table = np.concatenate(rotation.table(np.arange(spec.tile)), axis=1) * rotation.multiplier

@@ -55,7 +55,7 @@ class Case:
 
     def empty(self, way: str) -> Cache:
         if way == "kernels":  # which want 128 slots where there are scales
-            return init_cache(self.model, B, 128, backend="interpret")
+            return init_cache(self.model, B, 128, backend="tpu_interpret")
         return init_cache(self.model, B, 13, self.layout)
 
 
@@ -203,7 +203,7 @@ def test_bfloat16_is_close_to_float32(name, way):
     cfg = dataclasses.replace(case.cfg, dtype="bfloat16")
     model, options = oracle.build(cfg, case.params), {"layout": case.layout}
     if way == "kernels":
-        options = {"backend": "interpret"}
+        options = {"backend": "tpu_interpret"}
     cache = init_cache(model, B, 128, **options)
     assert all(x.dtype == jnp.bfloat16 for layer in cache.layers for x in layer.arrays)
     chosen = [layer.scales for layer in cache.layers if layer.scales is not None]

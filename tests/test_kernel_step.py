@@ -170,8 +170,8 @@ def test_mla_is_decoded_by_xla_on_a_tpu():
 REFUSED = {
     "backend is 'triton'; choose one of": {"backend": "triton"},
     "backend is 'tpu', but this program is for a cpu": {"backend": "tpu"},
-    "layout is 'columns', but backend 'interpret' reads rows": {
-        "backend": "interpret",
+    "layout is 'columns', but backend 'tpu_interpret' reads rows": {
+        "backend": "tpu_interpret",
         "layout": "columns",
     },
 }
@@ -187,4 +187,4 @@ def test_a_backend_that_cannot_is_refused_with_the_reason(sentence):
 def test_a_kernel_for_mla_is_refused_with_the_reason():
     model = oracle.template(model_of(MLA(num_heads=4, head_dim=32)))
     with pytest.raises(UserError, match=r"MLA has no decode kernel yet; use auto"):
-        jax.eval_shape(lambda m: init_cache(m, 1, 128, backend="interpret"), model)
+        jax.eval_shape(lambda m: init_cache(m, 1, 128, backend="tpu_interpret"), model)

@@ -335,7 +335,7 @@ def test_auto_is_the_jnp_form_on_a_cpu():
 def test_interpret_runs_the_kernel_without_more_ado():
     """With the tiles of a chip: here the whole of a sequence."""
     case = make(GQA.replace(num_heads=4))
-    found = jax.jit(functools.partial(case.shape.call, backend="interpret"))(case.arrays())
+    found = jax.jit(functools.partial(case.shape.call, backend="tpu_interpret"))(case.arrays())
     assert_attended(found, case.attended(), "float32")
 
 
@@ -522,7 +522,10 @@ REFUSED_GQA = [  # what is changed in a call of 4 heads of 64 over 2 KV heads, B
     ({"heads": (-1, 8)}, "heads begins at -1; 4 heads of 8 cannot begin there"),
     ({"heads": (np.int64(5), 8)}, "heads begins at 5; 4 heads of 8 cannot begin there"),
     ({"heads": (5, 8)}, "heads begins at 5; 4 heads of 8 cannot begin there"),
-    ({"backend": "gpu"}, "backend is 'gpu'; choose one of auto, jnp, tpu, interpret"),
+    (
+        {"backend": "cuda"},
+        "backend is 'cuda'; choose one of auto, jnp, tpu, tpu_interpret, gpu, gpu_inter",
+    ),
     ({"cache": f32(2, 129, 256)}, "cache has 129 slots; … multiples of 8, so make it 136"),
     (
         {"cache": f32(2, 136, 256, dtype="bfloat16")},

@@ -169,7 +169,7 @@ KERNELS = [
 @pytest.mark.parametrize(("name", "layout"), cases(DECODED, tuple(LAYOUTS)) + KERNELS)
 def test_prefill_and_decode_over_devices_equal_the_oracle(name, layout):
     data, model, way = layout
-    kind = {"backend": "interpret"} if way == "kernels" else {"layout": way}
+    kind = {"backend": "tpu_interpret"} if way == "kernels" else {"layout": way}
     cfg, mesh = model_of(name), mesh_of(data, model)
     params = oracle.random_params(cfg)
     expected = oracle.forward(cfg, params, TOKENS, *oracle.documents([[T]] * B))

@@ -51,7 +51,7 @@ class LayerCache:
 
 def default_layout(backend: Backend = "auto") -> Layout:
     """The only place that chooses a layout: rows for kernels and accelerators."""
-    return "rows" if platform() != "cpu" or backend in ("tpu", "interpret") else "columns"
+    return "columns" if platform() == "cpu" and backend in ("auto", "jnp") else "rows"
 
 
 def create(

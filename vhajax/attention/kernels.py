@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import Backend, UnsupportedError, choose
+from pallas_kernels.chips import is_hopper
 from vhajax.attention.core import Window
 from vhajax.cache import LayerCache, Layout, placements, row_axis
 from vhajax.errors import UserError
@@ -52,10 +53,15 @@ def check(backend: Backend, layout: Layout | None, has_kernel: bool) -> None:
             f"layout is 'columns', but backend {backend!r} reads rows; use layout='rows' or leave "
             "it out."
         )
-    if backend == "tpu" and platform() != "tpu":
+    if backend in ("tpu", "gpu") and platform() != backend:
         raise UserError(
-            f"backend is 'tpu', but this program is for a {platform()}; use auto, or interpret to "
-            "run the kernel in JAX's interpreter."
+            f"backend is {backend!r}, but this program is for a {platform()}; use auto, or "
+            f"{backend}_interpret to run the kernel in JAX's interpreter."
+        )
+    if backend == "gpu" and not is_hopper():
+        raise UserError(
+            "backend is 'gpu', but the kernel needs a Hopper GPU (H100, H200, GH200); use auto, "
+            "which decodes with XLA elsewhere."
         )
 
 
