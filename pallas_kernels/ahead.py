@@ -1,7 +1,8 @@
-"""Compiles a call for a TPU that this machine does not have, with libtpu's own compiler.
+"""Compiles a call for a TPU or GPU that this machine does not have, with the real compilers.
 
 libtpu reads its environment once, when the first topology is asked for: `ENVIRONMENT`, and
-LIBTPU_INIT_ARGS (`schedule.flags`). Run with JAX_PLATFORMS=cpu, or JAX looks for a TPU here.
+LIBTPU_INIT_ARGS (`schedule.flags`). The CUDA plugin needs no driver. Run with JAX_PLATFORMS=cpu, or
+JAX looks for a device here.
 """
 
 import importlib.util
@@ -19,6 +20,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.blocks import BUFFERS
+from pallas_kernels.chips import GPU, GPUS
 from pallas_kernels.rows import LANES, up
 from pallas_kernels.shapes import Shape
 
@@ -33,8 +35,35 @@ ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 NOTHING_MADE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "custom-call"}
 
 
+GPU_CONFIG = """\
+platform_name: "CUDA"
+device_description_str: "{kind}"
+dnn_version_info {{ major: 9 minor: 8 }}
+gpu_device_info {{
+  cuda_compute_capability {{ major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }}
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  core_count: {cores}
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {shared}
+  shared_memory_per_core: 233472
+  memory_bandwidth: {hbm:.0f}
+  device_memory_size: {memory}
+  l2_cache_size: {l2}
+  clock_rate_ghz: {ghz}
+}}
+"""
+
+
 class NoCompilerError(RuntimeError):
-    """libtpu is not installed."""
+    """libtpu, or the CUDA plugin, is not installed."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +85,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Program:
-    """kernels: none where the call was traced for another backend."""
+    """kernels: of a program for a TPU; none where the call was traced for another backend."""
 
     compiled: Any  # jax.stages.Compiled, whose reports may be None on other backends
     kernels: tuple[Kernel, ...]
@@ -69,7 +98,7 @@ class Program:
     @property
     def estimate(self) -> tuple[float | None, int]:
         """XLA's own count of seconds (None if it has none) and bytes, Pallas kernels apart."""
-        costs = self.compiled.cost_analysis()
+        costs = self.compiled.cost_analysis() or {}
         seconds = costs.get("optimal_seconds", -1.0)  # it counts −1 for what it does not know
         return seconds if seconds > 0 else None, int(costs.get("bytes accessed", 0))
 
@@ -81,23 +110,55 @@ class Program:
         return max(arrays, default=0)
 
 
-def require_compiler() -> None:
-    if importlib.util.find_spec("libtpu") is None:
+def require_compiler(chip: str) -> None:
+    """Raises NoCompilerError where there is none for a chip."""
+    if chip in GPUS and importlib.util.find_spec("jax_cuda13_plugin") is None:
+        raise NoCompilerError(
+            "Compiling for a GPU needs JAX's CUDA plugin, which is not installed; install the extra "
+            "cuda13, or cuda-compile where there is no GPU."
+        )
+    if chip not in GPUS and importlib.util.find_spec("libtpu") is None:
         raise NoCompilerError(
             "Compiling for a TPU needs libtpu, which is not installed; install the extra tpu."
         )
 
 
-def device_mesh(chip: str) -> Mesh:
-    """One device of a chip of `chips.CHIPS`, for compiling only.
+def devices(chip: str, count: int = 1) -> list[Any]:
+    """So many devices of a chip of `chips.CHIPS` or `chips.GPUS`, for compiling only.
 
     Raises:
-      NoCompilerError: libtpu is not installed.
+      NoCompilerError: its compiler is not installed.
     """
-    require_compiler()
-    os.environ.update(ENVIRONMENT)
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
-    return Mesh(np.array(topology.devices[:1]), ("x",))
+    require_compiler(chip)
+    if chip in GPUS:
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name=chip,
+            target_config=_gpu_config(GPUS[chip]),
+            topology=f"1x1x{count}",
+        )
+    else:
+        os.environ.update(ENVIRONMENT)
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
+    return topology.devices[:count]
+
+
+def device_mesh(chip: str) -> Mesh:
+    """One device, see `devices`."""
+    return Mesh(np.array(devices(chip)), ("x",))
+
+
+def _gpu_config(gpu: GPU) -> str:
+    """What XLA wants to know of a GPU, as the text of its GpuTargetConfigProto."""
+    return GPU_CONFIG.format(
+        kind=gpu.kinds[0],
+        cores=gpu.cores,
+        shared=gpu.shared,
+        hbm=gpu.hbm,
+        memory=gpu.memory,
+        l2=gpu.l2,
+        ghz=gpu.clock / 1e9,
+    )
 
 
 def program(function: Any, arguments: dict[str, jax.ShapeDtypeStruct], mesh: Mesh) -> Program:
@@ -109,12 +170,17 @@ def program(function: Any, arguments: dict[str, jax.ShapeDtypeStruct], mesh: Mes
     with jax.set_mesh(mesh):  # `chips.device` sees the device by this
         traced = jax.jit(function).trace(placed)
         compiled = traced.lower().compile()
-    return Program(compiled, tuple(map(_kernel, _pallas_calls(traced.jaxpr.jaxpr))))
+    kernels = tuple(map(_kernel, _pallas_calls(traced.jaxpr.jaxpr))) if _is_tpu(mesh) else ()
+    return Program(compiled, kernels)
 
 
 def call(shape: Shape, mesh: Mesh, **options: Any) -> Program:
     """`shape.call` compiled, with its options."""
     return program(lambda arrays: shape.call(arrays, **options), shape.arguments(), mesh)
+
+
+def _is_tpu(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "tpu"
 
 
 def _pallas_calls(jaxpr: Any) -> Iterator[Any]:

@@ -50,7 +50,7 @@ class GPU:
 
     cores: multiprocessors. shared: bytes of shared memory a block may have. hbm: bytes/s, as
       published. clock: cycles/s under load, from published peak FLOPS: an assumption.
-    l2: bytes of its cache.
+    memory, l2: bytes of HBM and of its cache.
     """
 
     name: str
@@ -59,14 +59,24 @@ class GPU:
     shared: int
     hbm: float
     clock: float
+    memory: int
     l2: int
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("h100", ("NVIDIA H100 80GB HBM3",), 132, 227 * 1024, 3.35e12, 1.83e9, 50 * MIB),
-        GPU("h200", ("NVIDIA H200",), 132, 227 * 1024, 4.8e12, 1.83e9, 50 * MIB),
+        GPU(
+            "h100",
+            ("NVIDIA H100 80GB HBM3",),
+            132,
+            227 * 1024,
+            3.35e12,
+            1.83e9,
+            80 * 10**9,
+            50 * MIB,
+        ),
+        GPU("h200", ("NVIDIA H200",), 132, 227 * 1024, 4.8e12, 1.83e9, 141 * 10**9, 50 * MIB),
     )
 }
 HOPPER = ("H100", "H200", "H800", "H20")  # in a device kind; GH200 holds H200

@@ -8,7 +8,8 @@ the ends of sequences, so that the copies never pause; one or two others consume
     m' = max(m, max s);  p = 2^(s − m');  l' = 2^(m − m')·l + Σp;  o' = 2^(m − m')·o + V_tileᵀ p
 
 Rows are the 64 rows of a matrix product and queries its columns, as few as 8: groups of 8 need no
-padding, and what a product costs is reading the chunk from shared memory. Sums stay unnormalised in
+padding, and what a product costs is reading the chunk from shared memory. 33 to 64 queries of one
+group are the rows instead, and maxima and sums stay within a warp (`Plan.flipped`). Sums stay unnormalised in
 float32, and `balance.merge` joins those of all blocks.
 
 Rotated part (LRKV with RoPE on whole keys): Σ_ρ z_ρ (t_n A)_ρ, t_n = [cos nθ | sin nθ]. A lies in
@@ -16,6 +17,7 @@ shared memory, a product with the table of a tile's t_n meets the latents in flo
 a head's lanes are summed there.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -39,7 +41,7 @@ LOW = -1e30  # a masked logit: 2^(LOW − anything live) is 0
 LOG2E = math.log2(math.e)
 DTYPES = (jnp.bfloat16, jnp.float16)
 INTERPRETED_BLOCKS = 2
-PRODUCER_REGISTERS = 24
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # of a thread: 24 + 2 · 240 ≤ 512
 MOST_SLOTS = 24  # of a ring
 MOST_WAITING = 64  # columns, of chunks of values together
 CHUNK_BYTES = 2 * TILE * LANES
@@ -52,7 +54,8 @@ class Spec:
     """Everything static about a call.
 
     slots: S. row: elements of a row. table: chunks of t_n. consumers: warpgroups that compute.
-    ring: chunks of the ring of each. registers: of their threads.
+    registers: of their threads. ring: chunks of the ring of each. shared: bytes of shared memory,
+    what is set aside for the compiler included.
     """
 
     name: str
@@ -64,13 +67,24 @@ class Spec:
     scaled: bool
     table: int
     consumers: int
-    ring: int
     registers: int
+    ring: int = 0
+    shared: int = RESERVED
 
     @property
     def stages(self) -> int:
         """Chunks of a tile."""
         return parts.chunks_of(self.plan.runs) + self.table
+
+    @property
+    def products(self) -> dict[int, int]:
+        """Matrix instructions of a tile (64 rows, 16 deep) by their columns."""
+        deep, found = LANES // 16, collections.Counter()
+        for run in self.plan.keys + self.plan.values + self.plan.own:
+            found[LANES if self.plan.flipped else run.count] += run.chunks * deep
+        for run in self.plan.latents:
+            found[LANES] += run.chunks * self.table * deep
+        return dict(found)
 
 
 def solve(problem: Problem, splits: int | None, *, interpret: bool = False) -> Solved:
@@ -80,7 +94,7 @@ def solve(problem: Problem, splits: int | None, *, interpret: bool = False) -> S
     """
     chip = chips.GPUS["h200"] if interpret else chips.gpu()
     plan, places = parts.divide(problem)
-    spec = _spec(problem, plan, chip)
+    spec = specify(problem, plan, chip)
     blocks = INTERPRETED_BLOCKS if interpret else chip.cores
     schedule = balance.schedule(
         problem.live, places.needed, tile=TILE, blocks=blocks, splits=splits
@@ -92,7 +106,8 @@ def solve(problem: Problem, splits: int | None, *, interpret: bool = False) -> S
     return parts.ungroup(problem, plan, places, merged)
 
 
-def _spec(problem: Problem, plan: Plan, chip: chips.GPU) -> Spec:
+def specify(problem: Problem, plan: Plan, chip: chips.GPU) -> Spec:
+    """How the kernel runs on a chip; what `solve` raises."""
     S, dtype = problem.cache.shape[1], problem.cache.dtype
     require(
         any(dtype == d for d in DTYPES),
@@ -116,18 +131,18 @@ def _spec(problem: Problem, plan: Plan, chip: chips.GPU) -> Spec:
         problem.scales is not None,
         table,
         consumers,
-        0,
-        240,
+        CONSUMER_REGISTERS,
     )
-    fixed = sum(math.prod(x.shape) * x.dtype.itemsize for x in _operand_buffers(spec, dtype))
-    ring = (chip.shared - RESERVED - fixed) // (consumers * CHUNK_BYTES)
-    least = table + 2
+    buffers = _operand_buffers(spec, dtype)
+    fixed = RESERVED + sum(math.prod(x.shape) * x.dtype.itemsize for x in buffers)
+    chunk, least = consumers * CHUNK_BYTES, table + 2
+    ring = min((chip.shared - fixed) // chunk, MOST_SLOTS)
     require(
         ring >= least,
-        f"q and cache need {(fixed + consumers * least * CHUNK_BYTES + RESERVED) // 1024} KiB of "
-        f"shared memory; {chip.name} has {chip.shared // 1024}. Use fewer heads or a smaller rank.",
+        f"q and cache need {(fixed + least * chunk) // 1024} KiB of shared memory; {chip.name} has "
+        f"{chip.shared // 1024}. Use fewer heads or a smaller rank.",
     )
-    return dataclasses.replace(spec, ring=int(min(ring, MOST_SLOTS)))
+    return dataclasses.replace(spec, ring=ring, shared=fixed + ring * chunk)
 
 
 def _operand_buffers(spec: Spec, dtype: Any) -> list[Any]:
@@ -173,7 +188,8 @@ def _call(
         operands.append(_padded_scales(problem, plan))
         barriers.append(plgpu.Barrier(num_arrivals=plan.groups, num_barriers=many))
     at = (plan.parts, schedule.mine.shape[1], many)
-    shapes: list[tuple[int, ...]] = [(*at, parts.lanes_of(plan.values), plan.columns)]
+    sides = (parts.lanes_of(plan.values), plan.columns)
+    shapes: list[tuple[int, ...]] = [(*at, *(sides[::-1] if plan.flipped else sides))]
     shapes.append((*at, 2, plan.columns))
     if plan.own:
         shapes.append((*at, parts.lanes_of(plan.own)))
@@ -368,6 +384,8 @@ class _Consumer:
 
     def __init__(self, r: _Refs, spec: Spec, index):
         self.r, self.spec, self.plan, self.index = r, spec, spec.plan, index
+        self.row_axis = 1 if spec.plan.flipped else 0  # of logits: that of rows of the cache
+        self.query_axis = 1 - self.row_axis
 
     def run(self):
         _each_stretch(self.r, self.stretch)
@@ -401,7 +419,7 @@ class _Consumer:
 
     def nothing(self) -> _State:
         columns = self.plan.columns
-        along = WGMMA.reduce(0)
+        along = WGMMA.reduce(self.row_axis)
         sums = [
             plgpu.layout_cast(jnp.zeros((LANES, r.count), jnp.float32), WGMMA)
             for r, _ in _chunks(self.plan.values + self.plan.own)
@@ -421,13 +439,14 @@ class _Consumer:
         if spec.scaled:
             self.start_scales(stretch, base)
         s = self.logits(stretch, turn)
-        rows = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=WGMMA)
+        rows = plgpu.broadcasted_iota(jnp.int32, s.shape, self.row_axis, layout=WGMMA)
         s = jnp.where((rows >= first) & (rows < stop), s, LOW)
-        peak = jnp.maximum(state.peak, s.max(axis=0))
-        p = jnp.exp2(s - jax.lax.broadcast_in_dim(peak, s.shape, [1]))
+        peak = jnp.maximum(state.peak, s.max(axis=self.row_axis))
+        p = jnp.exp2(s - self.spread(peak, s))
         shrink = jnp.exp2(state.peak - peak)
-        total = shrink * state.total + p.sum(axis=0)
-        r.weights.at[self.index].T[...] = p.astype(r.cache.dtype)
+        total = shrink * state.total + p.sum(axis=self.row_axis)
+        weights = r.weights.at[self.index]
+        (weights if plan.flipped else weights.T)[...] = p.astype(r.cache.dtype)
         plgpu.commit_smem()
         sums, stage = list(state.sums), parts.chunks_of(plan.keys + plan.latents) + spec.table
         for batch in _batches(plan.values + plan.own, spec.ring):
@@ -435,8 +454,12 @@ class _Consumer:
             found = self.weighted(run, len(at), turn, stage + at[0], first, stop)
             less = shrink[run.first : run.first + run.count]
             for i, new in zip(at, found, strict=True):
-                sums[i] = sums[i] * jax.lax.broadcast_in_dim(less, new.shape, [1]) + new
+                sums[i] = sums[i] * self.spread(less, new) + new
         return _State(peak, total, tuple(sums))
+
+    def spread(self, x, like):
+        """One number a query, over the other axis."""
+        return jax.lax.broadcast_in_dim(x, like.shape, [self.query_axis])
 
     # -------------------------------------------------------------- rings
 
@@ -452,7 +475,7 @@ class _Consumer:
     # -------------------------------------------------------------- logits
 
     def logits(self, stretch: _Stretch, turn):
-        """[rows, columns] float32, times log2(e)."""
+        """[rows, columns] (flipped: [columns, rows]) float32, times log2(e)."""
         r, spec, plan = self.r, self.spec, self.plan
 
         def product(acc):
@@ -468,7 +491,10 @@ class _Consumer:
                     if plan.edge:
                         self.clear_padding(slot, r.chunks[stretch.part, stage + i])
                     lanes = pl.ds(pl.multiple_of(run.lane + i * LANES, LANES), LANES)
-                    plgpu.wgmma(target, r.rows.at[slot], columns.at[:, lanes].T)
+                    if plan.flipped:
+                        plgpu.wgmma(target, columns.at[:, lanes], r.rows.at[slot].T)
+                    else:
+                        plgpu.wgmma(target, r.rows.at[slot], columns.at[:, lanes].T)
                     plgpu.wgmma_wait(0)
                     self.give(slot)
 
@@ -540,9 +566,9 @@ class _Consumer:
     # -------------------------------------------------------------- values
 
     def weighted(self, run: Run, count: int, turn, stage, first, stop) -> list[Any]:
-        """[64 lanes, columns] of each of so many chunks of a run: their rows, weighted."""
-        r = self.r
-        weights = r.weights.at[self.index, pl.ds(run.first, run.count)].T
+        """[64 lanes, columns] (flipped: [columns, 64]) of each of so many chunks of a run."""
+        r, flipped = self.r, self.plan.flipped
+        weights = r.weights.at[self.index, pl.ds(run.first, run.count)]
         slots = [self.take(turn, stage + i) for i in range(count)]
 
         @pl.when((first > 0) | (stop < TILE))
@@ -556,7 +582,10 @@ class _Consumer:
 
         def products(*accs):
             for acc, slot in zip(accs, slots, strict=True):
-                plgpu.wgmma(acc, r.rows.at[slot].T, weights)
+                if flipped:
+                    plgpu.wgmma(acc, weights, r.rows.at[slot])
+                else:
+                    plgpu.wgmma(acc, r.rows.at[slot].T, weights.T)
             return [acc[...] for acc in accs]
 
         accs = [plgpu.WGMMAAccumulatorRef((LANES, run.count), jnp.float32)] * count
@@ -578,8 +607,8 @@ class _Consumer:
         _store(r.stats.at[*at, 0], state.peak)
         _store(r.stats.at[*at, 1], state.total)
         for (run, i), sums in zip(_chunks(plan.values), state.sums, strict=False):
-            lanes = pl.ds(run.lane + i * LANES, LANES)
-            _store(r.whole.at[*at, lanes, pl.ds(run.first, run.count)], sums)
+            sides = (pl.ds(run.lane + i * LANES, LANES), pl.ds(run.first, run.count))
+            _store(r.whole.at[*at, *(sides[::-1] if plan.flipped else sides)], sums)
         own = state.sums[parts.chunks_of(plan.values) :]
         for (run, i), sums in zip(_chunks(plan.own), own, strict=True):
             lane, column = (

@@ -89,6 +89,11 @@ class Plan:
         return self.offsets == (0, 0) and self.rank % LANES == 0
 
     @property
+    def flipped(self) -> bool:
+        """Whether queries, 64 of them, are the rows of products instead of their columns."""
+        return self.width == MOST_COLUMNS and not self.rank
+
+    @property
     def meeting(self) -> int:
         """Most heads whose latents one chunk holds."""
         return 1 if self.aligned else min((LANES - 2) // self.rank + 2, self.heads)
@@ -311,12 +316,14 @@ def gather_values(
     """[parts, …, columns, V + R] of what blocks wrote.
 
     Args:
-      whole: [parts, …, lanes, columns]. own: [parts, …, lanes], or None at rank 0.
+      whole: [parts, …, lanes, columns], flipped [parts, …, columns, lanes]. own: [parts, …, lanes],
+        or None at rank 0.
     """
     lead = whole.shape[:-2]
     offsets = places.offsets.reshape(plan.parts, *[1] * (len(lead) - 1), -1)  # [parts, …, runs]
     start = offsets[..., 1:2] if plan.rank else offsets[..., 3::2]
-    wide = whole.swapaxes(-1, -2).reshape(*lead, plan.groups, plan.width, -1)
+    wide = whole if plan.flipped else whole.swapaxes(-1, -2)
+    wide = wide.reshape(*lead, plan.groups, plan.width, -1)
     found = _cut(wide, start[..., None], problem.value_dim)
     if own is not None:
         own = own.reshape(*lead, plan.groups, -1)

@@ -118,7 +118,8 @@ def collect(chips: Sequence[str], *, goals: bool = False, plain: bool = True) ->
       NoCompilerError: libtpu is not installed.
       RuntimeError: a call did not compile.
     """
-    ahead.require_compiler()
+    for chip in chips:
+        ahead.require_compiler(chip)
     with tempfile.TemporaryDirectory() as folder:
         kinds = measure.WHAT if plain else measure.WHAT[:1]
         jobs = [Job(w, c, Path(folder) / f"{c}-{w}") for w, c in itertools.product(kinds, chips)]
