@@ -2,19 +2,20 @@
 
 One block a multiprocessor takes an equal share of all tiles of 64 rows (`balance`). One of its
 warpgroups copies tiles, chunk by chunk of 64 rows × 64 lanes, into rings of shared memory, across
-the ends of sequences, so that the copies never pause; one or two others consume every other tile:
+the ends of sequences, so that the copies never pause; two others (one, where A leaves no room for
+two rings) take turns at tiles:
 
     s = K_tile qᵀ (+ the rotated part) · scales → cap → mask       [rows, columns]
     m' = max(m, max s);  p = 2^(s − m');  l' = 2^(m − m')·l + Σp;  o' = 2^(m − m')·o + V_tileᵀ p
 
 Rows are the 64 rows of a matrix product and queries its columns, as few as 8: groups of 8 need no
 padding, and what a product costs is reading the chunk from shared memory. 33 to 64 queries of one
-group are the rows instead, and maxima and sums stay within a warp (`Plan.flipped`). Sums stay unnormalised in
-float32, and `balance.merge` joins those of all blocks.
+group are the rows instead, and maxima and sums stay within a warp (`Plan.flipped`). Weighted values
+stay unnormalised in float32, and `balance.merge` joins those of all blocks.
 
 Rotated part (LRKV with RoPE on whole keys): Σ_ρ z_ρ (t_n A)_ρ, t_n = [cos nθ | sin nθ]. A lies in
-shared memory, a product with the table of a tile's t_n meets the latents in float32 registers, and
-a head's lanes are summed there.
+shared memory, for both consumers; a product with the table of a tile's t_n meets the latents in
+float32 registers, and a head's lanes are summed there.
 """
 
 import collections
@@ -31,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import balance, chips, parts
-from pallas_kernels.check import require
+from pallas_kernels.check import UnsupportedError, require
 from pallas_kernels.core import Problem, Rotation, Solved
 from pallas_kernels.parts import LANES, Plan, Run
 from pallas_kernels.rows import up
@@ -45,7 +46,7 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # of a thread: 24 + 2 · 240 �
 MOST_SLOTS = 24  # of a ring
 MOST_WAITING = 64  # columns, of chunks of values together
 CHUNK_BYTES = 2 * TILE * LANES
-RESERVED = 8 * 1024  # shared memory for barriers, and for maxima of a block's warps
+RESERVED = 4 * 1024  # shared memory for barriers, and for maxima over the warps of a group
 WGMMA = plgpu.Layout.WGMMA
 
 
@@ -54,8 +55,8 @@ class Spec:
     """Everything static about a call.
 
     slots: S. row: elements of a row. table: chunks of t_n. consumers: warpgroups that compute.
-    registers: of their threads. ring: chunks of the ring of each. shared: bytes of shared memory,
-    what is set aside for the compiler included.
+    ring: chunks of the ring of each. shared: bytes of shared memory, what is set aside for the
+    compiler included.
     """
 
     name: str
@@ -66,8 +67,7 @@ class Spec:
     cap: float
     scaled: bool
     table: int
-    consumers: int
-    registers: int
+    consumers: int = 2
     ring: int = 0
     shared: int = RESERVED
 
@@ -120,7 +120,6 @@ def specify(problem: Problem, plan: Plan, chip: chips.GPU) -> Spec:
         f"make it {max(up(S, 8), TILE)}.",
     )
     table = up(problem.rotor_width, LANES) // LANES
-    consumers = 1 if table else 2  # A fills the shared memory of one
     spec = Spec(
         problem.name,
         plan,
@@ -130,24 +129,26 @@ def specify(problem: Problem, plan: Plan, chip: chips.GPU) -> Spec:
         problem.cap,
         problem.scales is not None,
         table,
-        consumers,
-        CONSUMER_REGISTERS,
     )
-    buffers = _operand_buffers(spec, dtype)
-    fixed = RESERVED + sum(math.prod(x.shape) * x.dtype.itemsize for x in buffers)
-    chunk, least = consumers * CHUNK_BYTES, table + 2
-    ring = min((chip.shared - fixed) // chunk, MOST_SLOTS)
-    require(
-        ring >= least,
+    # Tables are held while all latents pass behind them.
+    least = table + parts.chunks_of(plan.latents) + 1 if table else 2
+    for consumers in (2, 1):
+        buffers = _operand_buffers(spec, consumers, dtype)
+        fixed = RESERVED + sum(math.prod(x.shape) * x.dtype.itemsize for x in buffers)
+        chunk = consumers * CHUNK_BYTES
+        ring = min((chip.shared - fixed) // chunk, MOST_SLOTS)
+        if ring >= least:
+            shared = fixed + ring * chunk
+            return dataclasses.replace(spec, consumers=consumers, ring=ring, shared=shared)
+    raise UnsupportedError(
         f"q and cache need {(fixed + least * chunk) // 1024} KiB of shared memory; {chip.name} has "
-        f"{chip.shared // 1024}. Use fewer heads or a smaller rank.",
+        f"{chip.shared // 1024}. Use fewer heads or a smaller rank."
     )
-    return dataclasses.replace(spec, ring=ring, shared=fixed + ring * chunk)
 
 
-def _operand_buffers(spec: Spec, dtype: Any) -> list[Any]:
-    """What shared memory holds beside the rings: queries, weights p, then A or scales if any."""
-    plan, many = spec.plan, spec.consumers
+def _operand_buffers(spec: Spec, many: int, dtype: Any) -> list[Any]:
+    """What shared memory holds beside rings: queries, weights p, then A or scales if any."""
+    plan = spec.plan
     found = [
         _swizzled((many, plan.columns, parts.lanes_of(plan.keys)), dtype),
         _swizzled((many, plan.columns, TILE), dtype),
@@ -184,6 +185,7 @@ def _call(
     if problem.rotation is not None:
         operands.append(_table(problem.rotation, spec, cache.dtype))
         operands.append(parts.lay_rotor(problem, plan, places))
+        barriers += [plgpu.Barrier(), plgpu.Barrier(num_arrivals=many)]
     if problem.scales is not None:
         operands.append(_padded_scales(problem, plan))
         barriers.append(plgpu.Barrier(num_arrivals=plan.groups, num_barriers=many))
@@ -201,7 +203,7 @@ def _call(
         grid_names=("block",),
         num_threads=many + 1,
         thread_name="warpgroup",
-        scratch_types=[*_operand_buffers(spec, cache.dtype), ring, *barriers],
+        scratch_types=[*_operand_buffers(spec, many, cache.dtype), ring, *barriers],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
         kernel_name=spec.name,
@@ -263,16 +265,18 @@ class _Refs(NamedTuple):
     turning: Any
     held: Any
     rows: Any
-    # Barriers: of a consumer's queries, of every slot of its ring, of its scales.
+    # Barriers: of a consumer's queries, of every slot of its ring, of A (there; spent), of scales.
     ready: Any
     full: Any
     empty: Any
+    turned: Any
+    spent: Any
     scaled: Any
 
 
 def _named(refs: tuple, spec: Spec) -> _Refs:
     absent = set() if spec.scaled else {"scales", "held", "scaled"}
-    absent |= set() if spec.table else {"table", "rotor", "turning"}
+    absent |= set() if spec.table else {"table", "rotor", "turning", "turned", "spent"}
     absent |= set() if spec.plan.own else {"own"}
     given = iter(refs)
     return _Refs(*(None if name in absent else next(given) for name in _Refs._fields))
@@ -289,7 +293,7 @@ def _kernel(*refs, spec: Spec):
 
     @pl.when(warpgroup < spec.consumers)
     def _():
-        plgpu.set_max_registers(spec.registers, action="increase")
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         _Consumer(r, spec, warpgroup).run()
 
 
@@ -332,29 +336,36 @@ def _slot(spec: Spec, consumer, turn, stage):
 
 
 def _produce(r: _Refs, spec: Spec):
-    """Copies all tiles of the block, each into the ring of the consumer whose turn it is."""
+    """Copies all tiles of the block, each into the ring of the consumer whose turn it is.
+
+    Tiles of all consumers advance together, chunk by chunk, or one would wait for the other's.
+    """
     many, keys = jnp.int32(spec.consumers), parts.chunks_of(spec.plan.keys)
 
     def stretch(stretch: _Stretch, done):
-        def tile(i, _):
-            consumer, turn = jax.lax.rem(done + i, many), jax.lax.div(done + i, many)
-            rows = pl.ds(_base(stretch.tile + i, spec), TILE)
+        def copy(tile, stage, source):
+            consumer, turn = jax.lax.rem(done + tile, many), jax.lax.div(done + tile, many)
+            slot, used = _slot(spec, consumer, turn, stage)
+            pl.when(used >= spec.ring)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
+            rows = pl.ds(_base(stretch.tile + tile, spec), TILE)
+            lanes = pl.ds(r.chunks[stretch.part, stage] * LANES, LANES)
+            plgpu.copy_gmem_to_smem(source.at[rows, lanes], r.rows.at[slot], r.full.at[slot])
 
-            def copy(stage, source):
-                slot, used = _slot(spec, consumer, turn, stage)
-                pl.when(used >= spec.ring)(lambda: plgpu.barrier_wait(r.empty.at[slot]))
-                lanes = pl.ds(r.chunks[stretch.part, stage] * LANES, LANES)
-                plgpu.copy_gmem_to_smem(source.at[rows, lanes], r.rows.at[slot], r.full.at[slot])
-
+        def turns(i, _):
             def copies(begin, end, source):
-                jax.lax.fori_loop(begin, end, lambda s, _: copy(s, source), None)
+                def each(stage, _):
+                    for consumer in range(spec.consumers):
+                        tile = i * many + consumer
+                        pl.when(tile < stretch.count)(lambda tile=tile: copy(tile, stage, source))
+
+                jax.lax.fori_loop(begin, end, each, None)
 
             copies(0, keys, r.cache.at[stretch.batch])
             if spec.table:
                 copies(keys, keys + spec.table, r.table)
             copies(keys + spec.table, spec.stages, r.cache.at[stretch.batch])
 
-        jax.lax.fori_loop(0, stretch.count, tile, None)
+        jax.lax.fori_loop(0, jax.lax.div(stretch.count + many - 1, many), turns, None)
 
     tiles = _each_stretch(r, stretch)
     for consumer in range(spec.consumers):  # a barrier must not end unobserved
@@ -406,6 +417,9 @@ class _Consumer:
 
             state = jax.lax.fori_loop(0, turns, tile, self.nothing())
             self.write(stretch, state)
+            if self.spec.table:  # until no one reads A, it must not be copied over
+                plgpu.barrier_arrive(self.r.spent)
+                pl.when(self.index == 0)(lambda: plgpu.barrier_wait(self.r.spent))
 
     def load_queries(self, stretch: _Stretch):
         r, ready = self.r, self.r.ready.at[self.index]
@@ -414,8 +428,13 @@ class _Consumer:
         )
         plgpu.barrier_wait(ready)
         if self.spec.table:
-            plgpu.copy_gmem_to_smem(r.rotor.at[stretch.batch, stretch.part], r.turning, ready)
-            plgpu.barrier_wait(ready)
+            rotor = r.rotor.at[stretch.batch, stretch.part]
+
+            @pl.when(self.index == 0)
+            def _():
+                plgpu.copy_gmem_to_smem(rotor, r.turning, r.turned)
+
+            plgpu.barrier_wait(r.turned)
 
     def nothing(self) -> _State:
         columns = self.plan.columns
@@ -508,11 +527,23 @@ class _Consumer:
         s = s * (spec.scale * LOG2E)
         if spec.scaled:
             plgpu.barrier_wait(r.scaled.at[self.index])
-            s = s * plgpu.load(r.held.at[self.index].T, layout=WGMMA, optimized=False)
+            s = s * self.factors(s)
         if spec.cap:
             cap = spec.cap * LOG2E
             s = cap - (2 * cap) / (1 + jnp.exp2(s * (2 * LOG2E / cap)))  # cap · tanh(s / cap)
         return s
+
+    def factors(self, s):
+        """Scales of every column, where logits stand."""
+        columns = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=WGMMA)
+        found = jnp.ones_like(s)
+        for g in range(self.plan.groups):
+            for head in range(self.plan.heads):
+                at = g * self.plan.width + head
+                held = plgpu.load(self.r.held.at[self.index, at], layout=WGMMA.reduce(1))
+                held = jax.lax.broadcast_in_dim(held, s.shape, [0])
+                found = jnp.where(columns == at, held, found)
+        return found
 
     def start_scales(self, stretch: _Stretch, base):
         r, plan = self.r, self.plan

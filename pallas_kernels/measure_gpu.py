@@ -26,7 +26,6 @@ from pallas_kernels.gpu import Spec
 from pallas_kernels.shapes import GOALS, Shape
 
 OCCUPANCY_BATCHES = (1, 8)
-NO_SPILLS = {(kind, heads) for kind in ("lrkv",) for heads in (8, 16, 32)}
 
 
 @dataclass(kw_only=True)

@@ -26,6 +26,7 @@ from pallas_kernels.rows import padded, up
 LANES = 64  # of a chunk: 128 bytes, the widest swizzle
 EIGHT = 8  # columns come in eights
 MOST_COLUMNS = 64
+MOST_GROUPS = 4
 MOST_SUMS = 64  # registers of a thread that hold weighted values, where groups are put together
 MOST_GROUP = 128  # the same, of one group
 ROTOR_BYTES = 144 * 1024  # of shared memory that A may take (RoPE)
@@ -207,7 +208,7 @@ def _plan(problem: Problem, heads: int, lanes: np.ndarray) -> Plan:
     shared = (_chunks(H, 0), _chunks(V, shared_value % LANES)) if R else (0, 0)
     starts = _starts(lanes, np.array(counts), row)
     offsets = lanes - LANES * starts
-    most = MOST_COLUMNS // width
+    most = min(MOST_COLUMNS // width, MOST_GROUPS)
     while most > 1 and most * counts[1] * width // 2 + shared[1] * most * width // 2 > MOST_SUMS:
         most -= 1
     if problem.rotation is not None:
