@@ -114,8 +114,8 @@ def require_compiler(chip: str) -> None:
     """Raises NoCompilerError where there is none for a chip."""
     if chip in GPUS and importlib.util.find_spec("jax_cuda13_plugin") is None:
         raise NoCompilerError(
-            "Compiling for a GPU needs JAX's CUDA plugin, which is not installed; install the extra "
-            "cuda13, or cuda-compile where there is no GPU."
+            "Compiling for a GPU needs JAX's CUDA plugin, which is not installed; install the "
+            "extra cuda13 or cuda-compile."
         )
     if chip not in GPUS and importlib.util.find_spec("libtpu") is None:
         raise NoCompilerError(

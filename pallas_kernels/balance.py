@@ -66,12 +66,16 @@ def schedule(
         at = jnp.arange(splits, dtype=jnp.int32) * share[:, None]
         begin = jnp.minimum(line[:-1, None] + at, line[1:, None]).reshape(-1)
         end = jnp.minimum(begin + jnp.repeat(share, splits), jnp.repeat(line[1:], splits))
-    sequence = jnp.searchsorted(line, begin, side="right").astype(jnp.int32) - 1
-    stop = jnp.searchsorted(line, end, side="left").astype(jnp.int32)
+    sequence = (
+        jnp.searchsorted(line, begin, side="right", method="compare_all").astype(jnp.int32) - 1
+    )
+    stop = jnp.searchsorted(line, end, method="compare_all").astype(jnp.int32)
     stop = jnp.where(end > begin, stop, sequence)
     teams = jnp.stack([begin, end, sequence, stop], axis=1)
+    # More parts than blocks: one team all the same.
+    most_blocks = None if known or splits is not None else max(blocks, len(needed))
     return Schedule(
-        _blocks(teams, needed, members, blocks if splits is None and not known else None),
+        _blocks(teams, needed, members, most_blocks),
         line,
         jnp.stack([first, low, high], axis=1),
         _mine(begin, end, line),

@@ -42,7 +42,7 @@ LOW = -1e30  # a masked logit: 2^(LOW − anything live) is 0
 LOG2E = math.log2(math.e)
 DTYPES = (jnp.bfloat16, jnp.float16)
 INTERPRETED_BLOCKS = 2
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # of a thread: 24 + 2 · 240 ≤ 512
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of a thread: 40 + 2 · 232 ≤ 512
 MOST_SLOTS = 24  # of a ring
 MOST_WAITING = 64  # columns, of chunks of values together
 CHUNK_BYTES = 2 * TILE * LANES
@@ -590,6 +590,7 @@ class _Consumer:
 
         s = plgpu.layout_cast(jnp.zeros((TILE, plan.columns), jnp.float32), WGMMA)
         s = jax.lax.fori_loop(0, run.chunks, chunk, s)
+        plgpu.commit_smem()  # orders loads of latents, too, before copies: those wait for tables
         for table in tables:
             self.give(table)
         return s

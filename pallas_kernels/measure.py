@@ -1,8 +1,8 @@
 """Compiles calls for one chip and reads figures of them off the compiler: the roofline's rows.
 
 `python -m pallas_kernels.measure kernels|einsums CHIP FOLDER [--goals]`, which `roofline` runs in
-an environment of its own (`environment`), writes FOLDER/rows.jsonl: on each line a `Row`, or the
-seconds and bytes that XLA expects of einsums.
+an environment of its own (`environment`), writes FOLDER/rows.jsonl: on each line a `Row`, for a GPU
+a `measure_gpu.GPURow`, or the seconds and bytes that XLA expects of einsums.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from pallas_kernels import ahead, plain, schedule
-from pallas_kernels.chips import CHIPS, Chip
+from pallas_kernels import ahead, measure_gpu, plain, sass, schedule
+from pallas_kernels.chips import CHIPS, GPUS, Chip
 from pallas_kernels.rows import up
 from pallas_kernels.shapes import GOALS, MAIN, Shape
 
@@ -78,7 +78,9 @@ def environment(dumps: Path | None) -> dict[str, str]:
     path = filter(None, [package, kept.get("PYTHONPATH")])
     kept |= {"PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
     kept |= {"TPU_LOG_DIR": "disabled"} | ahead.ENVIRONMENT
-    return kept if dumps is None else kept | {"LIBTPU_INIT_ARGS": schedule.flags(dumps)}
+    if dumps is None:
+        return kept
+    return kept | {"LIBTPU_INIT_ARGS": schedule.flags(dumps)} | sass.flags(dumps)
 
 
 def shapes_of(*, goals: bool) -> tuple[Shape, ...]:
@@ -149,7 +151,7 @@ def einsums(shape: Shape, mesh: Mesh) -> tuple[float | None, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="pallas_kernels.measure")
     parser.add_argument("what", choices=WHAT)
-    parser.add_argument("chip", choices=CHIPS)
+    parser.add_argument("chip", choices=[*CHIPS, *GPUS])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--goals", action="store_true")
     args = parser.parse_args()
@@ -158,13 +160,15 @@ def main() -> int:
     except ahead.NoCompilerError as error:
         print(error, file=sys.stderr)
         return 2
+    dumps, known = args.folder / DUMPS, {}
     with open(args.folder / ROWS, "w") as file:
         for shape in shapes_of(goals=args.goals):
-            if args.what == "kernels":
-                row = kernel_row(shape, CHIPS[args.chip], mesh, args.folder / DUMPS)
-                found = dataclasses.asdict(row)
-            else:
+            if args.what == "einsums":
                 found = einsums(shape, mesh)
+            elif args.chip in GPUS:
+                found = vars(measure_gpu.row(shape, GPUS[args.chip], mesh, dumps, known))
+            else:
+                found = dataclasses.asdict(kernel_row(shape, CHIPS[args.chip], mesh, dumps))
             print(json.dumps(found), file=file, flush=True)
     return 0
 

@@ -9,7 +9,7 @@ lanes, each of which meets some of the columns:
 
 so that of LRKV's block-diagonal queries only blocks of 8 heads are stored and multiplied. Chunks
 begin at multiples of 64 lanes, as a swizzled copy must; what one holds beside the lanes it is read
-for meets zeros. Letters: B sequences, N queries, K KV heads, H head dim, V value dim, R rank, W row.
+for meets zeros. B sequences, N queries, K KV heads, H head dim, V value dim, R rank, W row.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 Nothing runs on a device: the kernels are compiled ahead of time, and their schedules counted. Each
 chip is compiled for in a process of its own (`measure`), since libtpu reads its settings once and
-writes to the terminal what no user can act on.
+writes to the terminal what no user can act on. What is said of GPUs is in `roofline_gpu`.
 """
 
 import argparse
@@ -19,19 +19,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from pallas_kernels import ahead, measure
-from pallas_kernels.chips import CHIPS, MIB
+from pallas_kernels import ahead, measure, roofline_gpu
+from pallas_kernels.chips import CHIPS, GPUS, MIB
 from pallas_kernels.measure import Row
+from pallas_kernels.measure_gpu import GPURow
 
 NAME = "pallas_kernels.roofline"
 GOAL_CHIPS = ("v5e", "v6e")
 INTERRUPTED = 130
+NAMES = (*CHIPS, *GPUS)
+NO_ESTIMATE = ("einsums", True)  # XLA has none for a GPU that is not here
 
 TEXT = """\
 # The static roofline of the decode kernels
 
 Written by `{command}`
-with jax {jax} and libtpu {libtpu}. Every figure is static: it comes from the compiler's schedule
+with {versions}. Every figure is static: it comes from the compiler's schedule
 and from published speeds, and no device ran.
 
 ## How to read it
@@ -111,18 +114,20 @@ class Job:
         return path.read_text().splitlines() if path.exists() else []
 
 
-def collect(chips: Sequence[str], *, goals: bool = False, plain: bool = True) -> list[Row]:
+def collect(chips: Sequence[str], *, goals: bool = False, plain: bool = True) -> list[Row | GPURow]:
     """Rows by chip, then shape; as many processes at once as there are processors.
 
     Raises:
-      NoCompilerError: libtpu is not installed.
+      NoCompilerError: a chip's compiler is not installed.
       RuntimeError: a call did not compile.
     """
     for chip in chips:
         ahead.require_compiler(chip)
     with tempfile.TemporaryDirectory() as folder:
         kinds = measure.WHAT if plain else measure.WHAT[:1]
-        jobs = [Job(w, c, Path(folder) / f"{c}-{w}") for w, c in itertools.product(kinds, chips)]
+        pairs = itertools.product(kinds, chips)
+        pairs = [(w, c) for w, c in pairs if (w, c in GPUS) != NO_ESTIMATE]
+        jobs = [Job(w, c, Path(folder) / f"{c}-{w}") for w, c in pairs]
         try:
             _run(jobs, goals)
         finally:
@@ -131,12 +136,17 @@ def collect(chips: Sequence[str], *, goals: bool = False, plain: bool = True) ->
                     job.process.kill()
                     job.process.wait()
         found = {(job.what, job.chip): map(json.loads, job.lines()) for job in jobs}
-    rows = [Row(**row) for chip in chips for row in found["kernels", chip]]
-    if plain:
-        estimates = itertools.chain(*(found["einsums", chip] for chip in chips))
-        for row, (seconds, size) in zip(rows, estimates, strict=True):
-            row.einsum_seconds = None if seconds is None else seconds / row.dma
-            row.einsum_bytes = size / row.bytes
+    rows: list[Row | GPURow] = []
+    for chip in chips:
+        if chip in GPUS:
+            rows += [GPURow(**row) for row in found["kernels", chip]]
+            continue
+        mine = [Row(**row) for row in found["kernels", chip]]
+        if plain:
+            for row, (seconds, size) in zip(mine, found["einsums", chip], strict=True):
+                row.einsum_seconds = None if seconds is None else seconds / row.dma
+                row.einsum_bytes = size / row.bytes
+        rows += mine
     return rows
 
 
@@ -160,11 +170,23 @@ def _run(jobs: list[Job], goals: bool) -> None:
 # ------------------------------------------------------------------ what is printed
 
 
-def document(rows: Sequence[Row], chips: Sequence[str], command: str) -> str:
+def document(rows: Sequence[Row | GPURow], chips: Sequence[str], command: str) -> str:
+    tpus = [r for r in rows if isinstance(r, Row)]
+    gpus = [r for r in rows if isinstance(r, GPURow)]
+    used = ", ".join(f"{name} {version}" for name, version in versions().items())
+    pages = []
+    if tpus:
+        pages.append(_tpu_page(tpus, [c for c in chips if c in CHIPS], command, used))
+    if gpus:
+        pages.append(roofline_gpu.document(gpus, used))
+    return "\n".join(pages)
+
+
+def _tpu_page(rows: Sequence[Row], chips: Sequence[str], command: str, used: str) -> str:
     calls = sorted({(r.arguments["batch"], r.arguments["slots"]) for r in rows}, reverse=True)
     text = TEXT.format(
         command=command,
-        **versions(),
+        versions=used,
         calls=" or ".join(f"{batch} sequences of {slots} slots" for batch, slots in calls),
         chips="\n".join(_chip_row(chip) for chip in chips),
         goals="\n".join(_goals(rows)),
@@ -174,7 +196,9 @@ def document(rows: Sequence[Row], chips: Sequence[str], command: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+    names = ("jax", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
+    installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
+    return {name: importlib.metadata.version(name) for name in names if name in installed}
 
 
 def _chip_row(name: str) -> str:
@@ -228,8 +252,9 @@ def _or_dash(x: float | None) -> str:
     return "–" if x is None else f"{x:.2f}"
 
 
-def as_json(rows: Sequence[Row], chips: Sequence[str], command: str) -> str:
-    assumed = [{k: getattr(CHIPS[c], k) for k in ("name", "cores", "hbm", "clock")} for c in chips]
+def as_json(rows: Sequence[Row | GPURow], chips: Sequence[str], command: str) -> str:
+    known = CHIPS | GPUS
+    assumed = [{k: getattr(known[c], k) for k in ("name", "cores", "hbm", "clock")} for c in chips]
     found = {"command": command, **versions(), "static": True, "chips": assumed}
     return json.dumps(found | {"rows": [vars(row) for row in rows]}) + "\n"
 
@@ -238,17 +263,19 @@ def as_json(rows: Sequence[Row], chips: Sequence[str], command: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _Parser(prog=NAME, description="Static roofline of the decode kernels; no TPU needed.")
+    parser = _Parser(
+        prog=NAME, description="Static roofline of the decode kernels; no device needed."
+    )
     add = parser.add_argument
     add("--json", action="store_true", help="one JSON object, times in seconds")
-    add("--chip", choices=CHIPS, nargs="+", action="extend", help="these only")
+    add("--chip", choices=NAMES, nargs="+", action="extend", help="these only")
     add("--goals", action="store_true", help="only the shapes that have a goal")
     add("--kernels-only", action="store_true", help="without the plain XLA path: half the time")
     add("--out", type=Path, help="write there what would be printed")
     args = parser.parse_args(argv)
     if args.out and not args.out.parent.is_dir():
         parser.error(f"--out {args.out} is in a folder that does not exist")
-    chips = [chip for chip in CHIPS if chip in (args.chip or CHIPS)]
+    chips = [chip for chip in NAMES if chip in (args.chip or NAMES)]
     try:
         rows = collect(chips, goals=args.goals, plain=not args.kernels_only)
     except KeyboardInterrupt:
@@ -268,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(args: argparse.Namespace, chips: Sequence[str]) -> str:
     flags = {"--json": args.json, "--goals": args.goals, "--kernels-only": args.kernels_only}
     words = ["python -m", NAME, *(flag for flag, given in flags.items() if given)]
-    return " ".join(words + (["--chip", *chips] if len(chips) < len(CHIPS) else []))
+    return " ".join(words + (["--chip", *chips] if len(chips) < len(NAMES) else []))
 
 
 if __name__ == "__main__":
