@@ -22,6 +22,7 @@ import collections
 import dataclasses
 import functools
 import math
+import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ LOW = -1e30  # a masked logit: 2^(LOW − anything live) is 0
 LOG2E = math.log2(math.e)
 DTYPES = (jnp.bfloat16, jnp.float16)
 INTERPRETED_BLOCKS = 2
+INTERPRETER_THREADS = 4  # one for each warpgroup, which waits in it, and one to go on
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of a thread: 40 + 2 · 232 ≤ 512
 MOST_SLOTS = 24  # of a ring
 MOST_WAITING = 64  # columns, of chunks of values together
@@ -92,6 +94,8 @@ def solve(problem: Problem, splits: int | None, *, interpret: bool = False) -> S
 
     interpret: run the kernel in JAX's interpreter, on a CPU, slowly.
     """
+    if interpret:
+        _require_interpreter()
     chip = chips.GPUS["h200"] if interpret else chips.gpu()
     plan, places = parts.divide(problem)
     spec = specify(problem, plan, chip)
@@ -104,6 +108,22 @@ def solve(problem: Problem, splits: int | None, *, interpret: bool = False) -> S
     merge = jax.vmap(functools.partial(balance.merge, mine=schedule.mine))
     merged = merge(values, stats[..., 0, :], stats[..., 1, :])
     return parts.ungroup(problem, plan, places, merged)
+
+
+def _require_interpreter() -> None:
+    """Refuses what JAX's interpreter of GPU kernels would fail at, or wait for without end."""
+    mesh = jax.sharding.get_abstract_mesh()
+    require(
+        mesh.size <= 1,
+        f"backend is 'gpu_interpret' on a mesh of {mesh.size} devices; JAX's interpreter of GPU "
+        "kernels knows one, so run it without a mesh.",
+    )
+    threads = max(os.cpu_count() or 1, len(jax.devices("cpu")))
+    require(
+        threads >= INTERPRETER_THREADS,
+        f"backend is 'gpu_interpret' with {threads} threads for XLA, which then waits for itself; "
+        "set XLA_FLAGS=--xla_force_host_platform_device_count=8 before JAX starts.",
+    )
 
 
 def specify(problem: Problem, plan: Plan, chip: chips.GPU) -> Spec:

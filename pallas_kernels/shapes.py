@@ -113,6 +113,7 @@ MORE = (
     Shape(kind="gqa", num_heads=32, num_kv_heads=8),
     Shape(kind="gqa", num_heads=16, num_kv_heads=1),
     Shape(kind="gqa", num_heads=16, num_kv_heads=16),
+    Shape(kind="lrkv", num_heads=8, rank=64),
     Shape(kind="lrkv", num_heads=12, rank=51),
     Shape(kind="lrkv", num_heads=18, rank=55),
     Shape(kind="lrkv", num_heads=32, rank=54),

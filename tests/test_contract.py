@@ -35,6 +35,11 @@ NAMES = [
     *[(name, "xla") for name in VARIANTS],
     *[pytest.param(name, "kernels", marks=pytest.mark.slow) for name, row in KERNELS if row == 0],
 ]
+FAST_ON_GPU = {("gqa", 0), ("lrkv", 0)}
+ON_GPU = [
+    pytest.param(name, row, marks=[] if (name, row) in FAST_ON_GPU else pytest.mark.slow)
+    for name, row in KERNELS
+]
 """Every row of options by XLA in one of the layouts, and by the interpreted kernels."""
 BFLOAT16 = 0.05
 """Twice the largest error seen: some thirty roundings of 2⁻⁹ on the way through two layers."""
@@ -200,10 +205,18 @@ def test_a_prompt_past_the_cache_is_refused_before_anything_compiles(name):
 @pytest.mark.parametrize(("name", "way"), NAMES)
 def test_bfloat16_is_close_to_float32(name, way):
     case = case_of(name, 0)
+    kernels = {"backend": "tpu_interpret"}
+    assert_decodes_in_bfloat16(case, kernels if way == "kernels" else {"layout": case.layout})
+
+
+@pytest.mark.parametrize(("name", "row"), ON_GPU)
+def test_so_are_the_gpu_kernels_which_have_no_float32(name, row):
+    assert_decodes_in_bfloat16(case_of(name, row), {"backend": "gpu_interpret"})
+
+
+def assert_decodes_in_bfloat16(case: Case, options: dict):
     cfg = dataclasses.replace(case.cfg, dtype="bfloat16")
-    model, options = oracle.build(cfg, case.params), {"layout": case.layout}
-    if way == "kernels":
-        options = {"backend": "tpu_interpret"}
+    model = oracle.build(cfg, case.params)
     cache = init_cache(model, B, 128, **options)
     assert all(x.dtype == jnp.bfloat16 for layer in cache.layers for x in layer.arrays)
     chosen = [layer.scales for layer in cache.layers if layer.scales is not None]

@@ -1,4 +1,4 @@
-"""Decode steps of whole models on the kernels, compiled for TPUs that nobody here owns."""
+"""Decode steps of whole models on the kernels, compiled for chips that nobody here owns."""
 
 import logging
 import re
@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from test_kernel_compile import pytestmark  # noqa: F401 (libtpu's wheels)
 
@@ -20,10 +19,13 @@ from vhajax.decode import decode_step, init_cache
 from vhajax.errors import UserError
 from vhajax.sharding import AXES
 
-CHIPS = pytest.mark.parametrize("chip", ["v5e", pytest.param("v6e", marks=pytest.mark.slow)])
+CHIPS = pytest.mark.parametrize(
+    "chip", ["v5e", *(pytest.param(c, marks=pytest.mark.slow) for c in ("v6e", "h100", "h200"))]
+)
 B, S = 8, 32_768
-MADE = 8 * 2**20
-"""Bytes that weights, logits and rotors may take; a shard of a layer's cache has 64 MiB or more."""
+MADE = {"v5e": 8 * 2**20, "v6e": 8 * 2**20, "h100": 48 * 2**20, "h200": 48 * 2**20}
+"""Bytes that weights, logits and rotors may take, on a GPU also partial results and 32 MiB that
+cuBLAS keeps for itself; a shard of a layer's cache has 64 MiB or more."""
 WIDE = {"num_heads": 16, "head_dim": 128}
 MECHANISMS = {
     "gqa": GQA(num_kv_heads=2, logit_cap=30.0, **WIDE),
@@ -37,10 +39,7 @@ MECHANISMS = {
 
 
 def mesh_of(chip: str, data: int = 1, model: int = 1) -> Mesh:
-    ahead.device_mesh(chip)  # which sets what libtpu reads
-    name = ahead.TOPOLOGIES[chip]
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
-    devices = np.array(devices[: data * model]).reshape(data, 1, model)
+    devices = np.array(ahead.devices(chip, data * model)).reshape(data, 1, model)
     return Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * 3)
 
 
@@ -70,7 +69,7 @@ def lowered(cfg: config.Model, mesh: Mesh, slots: int = S, **options):
 
 
 def kernels_in(text: str) -> int:
-    return text.count('custom_call_target="tpu_custom_call"')
+    return len(re.findall(r'custom_call_target="(tpu_custom_call|mosaic_gpu_v2)"', text))
 
 
 def copies_in(text: str, held: LayerCache) -> list[str]:
@@ -98,18 +97,19 @@ def test_a_decode_step_runs_the_kernels_and_copies_no_cache(name, chip):
     assert kernels_in(text) == 2  # one a layer
     assert copies_in(text, held.layers[0]) == []
     assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in arrays)
-    assert memory.temp_size_in_bytes < MADE
+    assert memory.temp_size_in_bytes < MADE[chip]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", [(2, 2), (1, 4)], ids=str)
 @pytest.mark.parametrize("name", ["gqa", "lrkv full", "lrkv full N 6", "mfa"])
-def test_so_it_is_on_each_of_four_chips(name, shards):
-    step, held = lowered(model_of(MECHANISMS[name]), mesh_of("v5e", *shards))
+@pytest.mark.parametrize("chip", ["v5e", "h200"])
+def test_so_it_is_on_each_of_four_chips(name, shards, chip):
+    step, held = lowered(model_of(MECHANISMS[name]), mesh_of(chip, *shards))
     compiled = step.compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert kernels_in(text) == 2
-    assert memory.temp_size_in_bytes < MADE
+    assert memory.temp_size_in_bytes < MADE[chip]
     everything = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held.layers))
     assert memory.alias_size_in_bytes >= everything // 4
 
@@ -170,6 +170,9 @@ def test_mla_is_decoded_by_xla_on_a_tpu():
 REFUSED = {
     "backend is 'triton'; choose one of": {"backend": "triton"},
     "backend is 'tpu', but this program is for a cpu": {"backend": "tpu"},
+    "backend is 'gpu', but this program is for a cpu; use auto, or gpu_interpret": {
+        "backend": "gpu"
+    },
     "layout is 'columns', but backend 'tpu_interpret' reads rows": {
         "backend": "tpu_interpret",
         "layout": "columns",
