@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import benchmark
-from pallas_kernels.benchmark import Contender, Report, Settings
+from pallas_kernels import benchmark, timing
+from pallas_kernels.benchmark import Report
 from pallas_kernels.shapes import GOALS, MAIN, Shape
+from pallas_kernels.timing import Contender, Settings
 
 TINY = ["--interpret", "--shapes", "none N 6 R"]
 LRKV = Shape(kind="lrkv", num_heads=16, rank=64)
@@ -94,7 +95,7 @@ def test_markdown_is_a_table_under_its_label(capsys):
     titles, cells = (line.strip("| ").split(" | ") for line in (header, row))
     assert titles == [title for title, *_ in benchmark.COLUMNS]
     assert len(cells) == len(titles) == rule.count("|") - 1
-    live = int(benchmark.lengths_of(GQA.replace(batch=2, slots=128), ragged=True).sum())
+    live = int(timing.lengths_of(GQA.replace(batch=2, slots=128), ragged=True).sum())
     assert live < 256
     size = live * 768 + 2 * 4 * 128 * 6
     assert cells[:4] == ["LRKV none N 4 R 4 H 128", "2", "128", f"{size / MIB:.1f}"]
@@ -104,7 +105,7 @@ def test_markdown_is_a_table_under_its_label(capsys):
 
 def test_goals_are_met_or_missed_from_batch_8_up():
     to = Settings(published=1e12)
-    size = benchmark.bytes_of(GQA.replace(batch=8), 8)
+    size = timing.bytes_of(GQA.replace(batch=8), 8)
 
     def row(batch: int, part: float) -> dict:
         times = {"kernel": [size / (part * 1e9)]}
@@ -140,12 +141,12 @@ def test_goals_are_met_or_missed_from_batch_8_up():
 def test_bytes_are_those_of_live_rows_scales_queries_and_outputs(shape, token):
     shape = shape.replace(batch=3, slots=1000)
     heads = 3 * shape.num_heads * 128 * 6
-    assert benchmark.bytes_of(shape, 2000) == 2000 * token + heads
+    assert timing.bytes_of(shape, 2000) == 2000 * token + heads
 
 
 def test_mha_has_as_many_heads_as_wide():
     for shape in MAIN:
-        found = benchmark.mha(shape)
+        found = timing.mha(shape)
         assert found.row == 2 * shape.num_heads * shape.head_dim
         assert (found.batch, found.slots, found.num_heads) == (
             shape.batch,
@@ -156,27 +157,27 @@ def test_mha_has_as_many_heads_as_wide():
 
 def test_ragged_lengths_are_drawn_evenly_and_alike_each_time():
     shape = GQA.replace(batch=4096, slots=8192)
-    lengths = benchmark.lengths_of(shape, ragged=True)
+    lengths = timing.lengths_of(shape, ragged=True)
     assert lengths.dtype == np.int32
     assert lengths.min() >= 1024
     assert lengths.max() <= 8192
     assert abs(lengths.mean() - (1024 + 8192) / 2) < 100
-    np.testing.assert_array_equal(lengths, benchmark.lengths_of(shape, ragged=True))
-    assert (benchmark.lengths_of(shape, ragged=False) == 8192).all()
+    np.testing.assert_array_equal(lengths, timing.lengths_of(shape, ragged=True))
+    assert (timing.lengths_of(shape, ragged=False) == 8192).all()
 
 
 @pytest.mark.parametrize(
     ("shape", "room", "words"),
     [
-        (benchmark.mha(GQA).replace(batch=64, slots=8192), np.inf, "has 2147483648 elements"),
-        (benchmark.mha(GQA).replace(batch=64, slots=8184), np.inf, None),
+        (timing.mha(GQA).replace(batch=64, slots=8192), np.inf, "has 2147483648 elements"),
+        (timing.mha(GQA).replace(batch=64, slots=8184), np.inf, None),
         (GQA.replace(batch=8, slots=1024), 8 * MIB, "takes 8.0 MiB and 8.0 are left"),  # with q
         (GQA.replace(batch=8, slots=1024), 9 * MIB, None),
         (GQA.replace(batch=8, slots=1024), -1, "and 0.0 are left"),
     ],
 )
 def test_what_does_not_fit_is_refused(shape, room, words):
-    found = benchmark.refusal(shape, room)
+    found = timing.refusal(shape, room)
     assert (found is None) == (words is None)
     assert words is None or words in found
 
@@ -219,16 +220,16 @@ def test_a_call_is_the_difference_of_two_loops_over_its_calls():
         return Contender(n, lambda: order.append(name), lambda: order.append(f"{name} flush"))
 
     contenders = {"kernel": contender("kernel", 10), "xla": contender("xla", 4)}
-    times = benchmark.interleave(contenders, 2, Clock(30, 10, 13, 5, 60, 20, 21, 5))
+    times = timing.interleave(contenders, 2, Clock(30, 10, 13, 5, 60, 20, 21, 5))
     assert times == {"kernel": [2, 4], "xla": [2, 4]}
     assert order == ["kernel", "kernel flush", "xla", "xla flush"] * 2
 
 
 def test_ratios_are_of_the_same_repeat():
     times = {"kernel": [1.0, 2.0, 4.0], "xla": [3.0, 4.0, 4.0]}
-    assert benchmark.ratio(times, "xla") == 2  # of medians: also 2; of means: 1.6
-    assert benchmark.ratio(times | {"mha": [4.0, 2.0, 2.0]}, "mha") == 1
-    assert benchmark.ratio(times, "mha") is None
+    assert timing.ratio(times, "xla") == 2  # of medians: also 2; of means: 1.6
+    assert timing.ratio(times | {"mha": [4.0, 2.0, 2.0]}, "mha") == 1
+    assert timing.ratio(times, "mha") is None
 
 
 def test_loops_grow_until_they_last():
@@ -238,23 +239,23 @@ def test_loops_grow_until_they_last():
         made.append(n)
         return lambda: None
 
-    n, _ = benchmark.enough(loop, 10, 20e-3, Clock(5e-3, 19e-3, 25e-3))
+    n, _ = timing.enough(loop, 10, 20e-3, Clock(5e-3, 19e-3, 25e-3))
     assert made == [10, 48, 61]  # 1.2 · 10 · 20/5, 1.2 · 48 · 20/19
     assert n == 61
-    assert benchmark.enough(loop, 1, 0, Clock())[0] == 1  # the clock is not asked
+    assert timing.enough(loop, 1, 0, Clock())[0] == 1  # the clock is not asked
 
 
 def test_the_loop_makes_each_pass_and_each_call():
     state = (jnp.zeros(8), jnp.zeros(2))
     add = lambda arrays, seed: arrays["x"] + seed  # noqa: E731
-    flushed, out = benchmark._chain(add, 5, {"x": jnp.arange(2.0)}, state, np.float32(0))
+    flushed, out = timing._chain(add, 5, {"x": jnp.arange(2.0)}, state, np.float32(0))
     np.testing.assert_array_equal(flushed, np.full(8, 5))
     np.testing.assert_array_equal(out, [0, 1])
 
 
 def test_a_call_that_cannot_be_told_from_the_flush_has_no_time(monkeypatch):
     nothing = Contender(1, lambda: None, lambda: None)
-    monkeypatch.setattr(benchmark, "_contender", lambda *_: nothing)
+    monkeypatch.setattr(benchmark, "prepare", lambda *_: nothing)
     monkeypatch.setattr(benchmark, "check", lambda *_: None)
     shape = LRKV.replace(num_heads=2, batch=2, slots=128)
     to = Settings("gpu_interpret", 2)
@@ -275,7 +276,7 @@ def test_a_contender_without_memory_is_left_out(monkeypatch, words, note):
     def fail(*_):
         raise jax.errors.JaxRuntimeError(words)
 
-    monkeypatch.setattr(benchmark, "_contender", fail)
+    monkeypatch.setattr(benchmark, "prepare", fail)
     monkeypatch.setattr(benchmark, "check", lambda *_: None)
     shape = LRKV.replace(num_heads=2, batch=2, slots=128)
     if note:
@@ -299,8 +300,8 @@ def test_a_clock_that_stands_still_is_an_error(capsys):
 
 
 def test_no_wrong_kernel_is_timed(monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "LIMIT", 0)
-    benchmark.check.cache_clear()
+    monkeypatch.setattr(timing, "LIMIT", 0)
+    timing.check.cache_clear()
     assert benchmark.main(TINY, three_and_one()) == 1
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -108,7 +108,7 @@ def test_a_missing_compiler_is_said_in_one_sentence(monkeypatch, capsys):
 
 
 def test_a_call_that_does_not_compile_is_said_with_its_reason(monkeypatch, capsys):
-    monkeypatch.setattr(ahead, "require_compiler", lambda chip: None)
+    monkeypatch.setattr(ahead, "require_compiler", lambda _: None)
     monkeypatch.setattr(roofline.sys, "executable", "false")
     assert roofline.main(["--chip", "v5e", "--kernels-only"]) == 1
     captured = capsys.readouterr()

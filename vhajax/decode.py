@@ -48,9 +48,10 @@ def init_cache(
 
     Args:
       layout: see `cache.LayerCache`; the one that this machine reads best by default.
-      backend: who decodes a token: `tpu`, the Pallas kernels; `interpret`, the same in JAX's
-        interpreter (for tests); `jnp`, XLA; `auto`, the kernels on a TPU where they can (MLA has
-        none yet), XLA elsewhere.
+      backend: who decodes a token: `tpu` or `gpu`, the Pallas kernels; `tpu_interpret` or
+        `gpu_interpret`, the same in JAX's interpreters (for tests); `jnp`, XLA; `auto`, the kernels
+        on a TPU or a Hopper GPU where they can (MLA has none yet, and the GPU's none for float32),
+        XLA elsewhere.
     Raises:
       UserError: an empty cache, or a backend that cannot decode this model here.
     """
