@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import ahead, plain, roofline, schedule
-from pallas_kernels.chips import CHIPS
+from pallas_kernels import ahead, measure_gpu, plain, roofline, roofline_gpu, schedule
+from pallas_kernels.chips import CHIPS, GPUS
 from pallas_kernels.schedule import Loop
 from pallas_kernels.shapes import GOALS, MAIN
 
@@ -139,6 +139,14 @@ def test_the_document_is_of_what_the_code_compiles():
         header, *rows = tables[chip]
         assert header[1:] == [name for name, _ in roofline.COLUMNS]
         assert [row[0] for row in rows] == [shape.name for shape in MAIN]
+    for chip in GPUS:
+        header, *rows = tables[chip]
+        assert header[1:] == [name for name, _ in roofline_gpu.COLUMNS]
+        assert [row[0] for row in rows] == [shape.name for shape in MAIN]
+        spilled = header.index("spilled, bytes")
+        for shape, row in zip(MAIN, rows, strict=True):
+            assert not measure_gpu.is_goal(shape) or row[spilled] == "0", shape.name
+    assert re.search(r"^No spills, and .* below 1, for .*: met\.$", text, flags=re.MULTILINE)
     goals = [row for row in tables["Goals for compute / DMA"] if row[0] != "shape"]
     assert [row[0] for row in goals] == [shape.name for shape in GOALS]
     assert all(row[-1] == "yes" for row in goals)
