@@ -109,7 +109,8 @@ def merge(values: jax.Array, peak: jax.Array, total: jax.Array, mine: jax.Array)
       peak, total: [places, consumers, M] the largest logit, and the sum of those weights.
       mine: [B, places]. What belongs to no sequence may hold anything.
     Returns:
-      out [B, M, V], lse [B, M] natural; 0 and −inf where nothing is live.
+      out [B, M, V], lse [B, M] natural; 0 and −inf where nothing is live. What is not finite
+      shows in its own sequence only.
     """
     written = mine.any(axis=0)[:, None, None]
     peaks = jnp.max(jnp.where(written, peak, -jnp.inf), axis=1)
@@ -119,9 +120,14 @@ def merge(values: jax.Array, peak: jax.Array, total: jax.Array, mine: jax.Array)
     total = jnp.sum(jnp.where(written, weight * total, 0), axis=1)
     sums = jnp.sum(jnp.where(written[..., None], weight[..., None] * values, 0), axis=1)
     sums = jnp.concatenate([sums, total[..., None]], axis=-1)
-    # A product with 0 and 1 adds places in a fixed order; scattered sums would not.
+    # A product with 0 and 1 adds places in a fixed order, as scattered sums would not; but 0 · NaN
+    # is NaN, so what is not finite is kept out of it.
+    sound = jnp.all(jnp.isfinite(sums), axis=-1)
+    spoilt = jnp.any(mine[:, :, None] & ~sound, axis=1)
+    sums = jnp.where(sound[..., None], sums, 0)
     sums = jnp.einsum("sp,pmv->smv", mine.astype(jnp.float32), sums, precision="highest")
     total = sums[..., -1]
     out = sums[..., :-1] / jnp.where(total == 0, 1, total)[..., None]
     lse = (highest + jnp.log2(total)) * np.float32(np.log(2))
-    return Attended(out, jnp.where(total == 0, -jnp.inf, lse))
+    lse = jnp.where(total == 0, -jnp.inf, lse)
+    return Attended(jnp.where(spoilt[..., None], jnp.nan, out), jnp.where(spoilt, jnp.nan, lse))

@@ -46,6 +46,7 @@ INTERPRETED_BLOCKS = 2
 INTERPRETER_THREADS = 4  # one for each warpgroup, which waits in it, and one to go on
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of a thread: 40 + 2 · 232 ≤ 512
 MOST_SLOTS = 24  # of a ring
+PHASES = 32  # of one array of barriers, whose phases Mosaic GPU keeps in the bits of a register
 MOST_WAITING = 64  # columns, of chunks of values together
 CHUNK_BYTES = 2 * TILE * LANES
 RESERVED = 4 * 1024  # shared memory for barriers, and for maxima over the warps of a group
@@ -156,7 +157,7 @@ def specify(problem: Problem, plan: Plan, chip: chips.GPU) -> Spec:
         buffers = _operand_buffers(spec, consumers, dtype)
         fixed = RESERVED + sum(math.prod(x.shape) * x.dtype.itemsize for x in buffers)
         chunk = consumers * CHUNK_BYTES
-        ring = min((chip.shared - fixed) // chunk, MOST_SLOTS)
+        ring = min((chip.shared - fixed) // chunk, MOST_SLOTS, PHASES // consumers)
         if ring >= least:
             shared = fixed + ring * chunk
             return dataclasses.replace(spec, consumers=consumers, ring=ring, shared=shared)

@@ -244,6 +244,24 @@ def test_a_length_of_zero_gives_zeros_and_leaves_neighbours_alone():
                 assert bits(found, b) == bits(before, b)
 
 
+def test_what_is_not_finite_spoils_its_own_sequence_only():
+    """A live row of one sequence, and a query of another."""
+    case = make(GQA, EDGES)
+    arrays, run = case.arrays(), program(case.shape, splits=2)
+    before = run(arrays)
+    spoilt = {name: np.array(x) for name, x in arrays.items()}
+    b, c = EDGES.index(64), EDGES.index(65)
+    spoilt["cache"][b, 3] = np.inf
+    spoilt["q"][c] = np.nan
+    found = run(spoilt)
+    for i in range(len(EDGES)):
+        if i in (b, c):
+            assert np.isnan(found.out[i]).all()
+            assert not np.isfinite(found.lse[i]).any()
+        else:
+            assert bits(found, i) == bits(before, i)
+
+
 @pytest.mark.slow
 def test_lengths_that_are_known_before_the_program_runs():
     case = make(GQA)
