@@ -2,8 +2,9 @@
 .DEFAULT_GOAL := help
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
-# Without an accelerator libtpu, which is here to compile for one, looks for it at length and aloud.
-ifeq ($(wildcard /dev/accel* /dev/vfio/[0-9]* /dev/nvidia[0-9]*),)
+# Without an accelerator libtpu and the CUDA plugin, which are here to compile for one, look for it at
+# length and aloud.
+ifeq ($(wildcard /dev/accel* /dev/vfio/[0-9]* /dev/nvidia[0-9]* /dev/kfd /dev/dxg),)
 export JAX_PLATFORMS ?= cpu
 endif
 

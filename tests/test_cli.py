@@ -479,6 +479,30 @@ def test_a_corrupt_row_is_refused_when_it_is_read(shared, tmp_path, capsys):
     assert cli.main(args) == 0  # with sound data the run goes on from where it stopped: the start
 
 
+@pytest.mark.parametrize(
+    ("device", "before", "after"),
+    [
+        (None, None, "cpu"),
+        (None, "cuda", "cuda"),
+        ("nvidia0", None, None),
+        ("vfio/3", None, None),
+        ("nvidiactl", None, "cpu"),
+    ],
+)
+def test_jax_looks_for_an_accelerator_only_where_one_may_be(
+    device, before, after, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(cli.sys, "platform", "linux")
+    monkeypatch.setenv("JAX_PLATFORMS", before or "")
+    if before is None:
+        monkeypatch.delenv("JAX_PLATFORMS")
+    if device:
+        (tmp_path / device).parent.mkdir(exist_ok=True)
+        (tmp_path / device).touch()
+    cli.spare_the_search(tmp_path)
+    assert os.environ.get("JAX_PLATFORMS") == after
+
+
 def test_refusals_of_a_real_process(shared):
     args = ["train", str(shared / "tiny.py"), "--run-dir", str(shared / "run"), "--data.seed", "4"]
     done = subprocess.run(

@@ -36,6 +36,7 @@ object on stdout, everything else on stderr.
 Exit status: 0 done, 2 bad usage or input, 130 interrupted.
 """
 INTERRUPTED = 130
+DEVICES = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd", "dxg")  # of accelerators, in /dev
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,6 +58,7 @@ def guarded(run: Callable[[], int]) -> int:
     # Orbax and Grain warn of nothing that a person could act on.
     logging.getLogger("absl").setLevel(logging.ERROR)
     warnings.formatwarning = lambda message, *_, **__: f"vhajax: warning: {message}\n"
+    spare_the_search()
     try:
         return run()
     except UserError as error:
@@ -69,6 +71,12 @@ def guarded(run: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `| head`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return 0
+
+
+def spare_the_search(devices: Path = Path("/dev")) -> None:
+    """Tells JAX of no accelerator where there is none: its plugins would look, and aloud."""
+    if sys.platform == "linux" and not any(any(devices.glob(name)) for name in DEVICES):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def _dispatch(command: str, args: list[str]) -> int:
