@@ -507,6 +507,7 @@ REFUSED_GQA = [  # what is changed in a call of 4 heads of 64 over 2 KV heads, B
     ({"cache": f32(2, 128, 512)}, "cache has rows of 512; … need 256 elements, padded to W = 256"),
     ({"value_dim": 65}, "cache has rows of 256; … need 258 elements, padded to W = 384"),
     ({"cache": f32(2, 0, 256)}, "cache has shape (2, 0, 256); it needs at least one slot"),
+    ({"cache": f32(2, 128, 256, dtype="int8")}, "cache is int8; … bfloat16, float32 or float16"),
     ({"cache": f32(2, 128, 256, dtype="float16")}, "cache is float16; … float32 or bfloat16"),
     ({"cache": f32(2, 2**22, 256)}, "cache has 2147483648 elements; … fewer sequences at a time"),
     ({"lengths": f32(3, dtype="int32")}, "lengths is int32[3]; it must be int32[2]"),
