@@ -191,7 +191,7 @@ def _tpu_page(rows: Sequence[Row], chips: Sequence[str], command: str, used: str
         chips="\n".join(_chip_row(chip) for chip in chips),
         goals="\n".join(_goals(rows)),
     )
-    tables = ["\n".join(_chip_table([r for r in rows if r.chip == chip], chip)) for chip in chips]
+    tables = ["\n".join(roofline_gpu.table(chip, COLUMNS, rows)) for chip in chips]
     return "\n".join([text, *tables])
 
 
@@ -237,15 +237,6 @@ COLUMNS = (
     ("padding", lambda r: f"{r.padding:.0%}"),
     ("VMEM, MiB", lambda r: f"{r.vmem / MIB:.0f}"),
 )
-
-
-def _chip_table(rows: Sequence[Row], chip: str) -> Iterator[str]:
-    yield f"## {chip}\n"
-    yield f"| shape | {' | '.join(name for name, _ in COLUMNS)} |"
-    yield f"|---|{'--:|' * len(COLUMNS)}"
-    for row in rows:
-        yield f"| {row.shape} | {' | '.join(show(row) for _, show in COLUMNS)} |"
-    yield ""
 
 
 def _or_dash(x: float | None) -> str:

@@ -1,9 +1,12 @@
 """The roofline's pages on GPUs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from pallas_kernels.chips import GPUS, MIB
 from pallas_kernels.measure_gpu import OCCUPANCY_BATCHES, GPURow
+
+Columns = Sequence[tuple[str, Callable[[Any], str]]]  # of a table: name, and what it shows of a row
 
 TEXT = """\
 # GPUs
@@ -51,7 +54,7 @@ def document(rows: Sequence[GPURow], versions: str) -> str:
         goals=", ".join(dict.fromkeys(r.shape for r in rows if r.goal)),
         met="**missed by " + ", ".join(missed) + "**" if missed else "met",
     )
-    tables = ["\n".join(_table([r for r in rows if r.chip == chip], chip)) for chip in chips]
+    tables = ["\n".join(table(chip, COLUMNS, rows)) for chip in chips]
     return "\n".join([text, *tables])
 
 
@@ -79,10 +82,11 @@ COLUMNS = (
 )
 
 
-def _table(rows: Sequence[GPURow], chip: str) -> Iterator[str]:
+def table(chip: str, columns: Columns, rows: Sequence[Any]) -> Iterator[str]:
+    """Lines of a chip's section: a row for each shape, a column for each figure."""
     yield f"## {chip}\n"
-    yield f"| shape | {' | '.join(name for name, _ in COLUMNS)} |"
-    yield f"|---|{'--:|' * len(COLUMNS)}"
-    for row in rows:
-        yield f"| {row.shape} | {' | '.join(show(row) for _, show in COLUMNS)} |"
+    yield f"| shape | {' | '.join(name for name, _ in columns)} |"
+    yield f"|---|{'--:|' * len(columns)}"
+    for row in (r for r in rows if r.chip == chip):
+        yield f"| {row.shape} | {' | '.join(show(row) for _, show in columns)} |"
     yield ""
