@@ -26,6 +26,7 @@ from vhajax import (
     experiment,
     fold,
     inference,
+    loop,
     runs,
     sharding,
     step,
@@ -33,7 +34,8 @@ from vhajax import (
     transformer,
 )
 from vhajax.config import GQA, Mesh
-from vhajax.errors import UserError
+from vhajax.data import Rows, train_batches
+from vhajax.errors import PREEMPTED, UserError
 from vhajax.manifest import load_manifest
 from vhajax.prepare import is_heldout
 from vhajax.tokenizer import load_tokenizer
@@ -354,6 +356,11 @@ def test_another_mechanism_cannot_resume(vha, vha_run):
 
 def test_what_may_change_on_resume(vha, vha_run):
     free = {
+        "hosts.join_timeout": 1,
+        "hosts.silence_timeout": 2,
+        "hosts.progress_timeout": 3,
+        "train.keep_every": 14,
+        "train.skip_bad_steps": 2,
         "train.steps": 9,
         "train.eval_every": 5,
         "train.eval_rows": 1,
@@ -391,8 +398,23 @@ def test_a_loss_that_is_not_finite_stops_the_run(gqa, tmp_path):
     params = unigram_weights(gqa, np.random.default_rng(0))
     params["unembedding"][0, 0] = np.nan
     bad = save_weights(tmp_path / "bad", gqa, params)
-    with pytest.raises(UserError, match="The loss is nan at step 1; go on from the last"):
+    numbers = rows_of(gqa, 1)
+    with pytest.raises(UserError) as caught:
         train.train(gqa, tmp_path / "run", init_from=bad)
+    message = str(caught.value)
+    assert message.startswith("The loss is nan and the gradient's norm nan at step 1, whose batch ")
+    assert f"is rows {', '.join(map(str, numbers))} of {gqa.data.path};" in message
+    assert f"there is no checkpoint yet of {tmp_path / 'run'}" in message
+
+
+def rows_of(what: config.Experiment, number: int) -> list[int]:
+    """Rows of a step's batch, found by their content."""
+    folder, data = Path(what.data.path), what.data
+    everything = [tokens[:-1].tobytes() for tokens, _ in Rows(folder, "train")]
+    batches = train_batches(
+        folder, batch_size=data.batch_size, seed=data.seed, num_steps=number, start_step=number - 1
+    )
+    return [everything.index(tokens.tobytes()) for tokens in next(batches)["tokens"]]
 
 
 # Starting from another run's weights.
@@ -402,9 +424,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(gqa, tmp_path):
 def start_only(monkeypatch) -> list[tuple[step.TrainState, int]]:
     """Training ends before its first step; what it would have begun with."""
     seen: list[tuple[step.TrainState, int]] = []
-    result = train.Result(0, math.nan, train.Evaluation(math.nan, 0, 0), math.nan, False)
+    result = loop.Result(0, math.nan, loop.UNFINISHED, math.nan, PREEMPTED)
     monkeypatch.setattr(
-        train._Loop, "run", lambda _, state, start: seen.append((state, start)) or result
+        loop.Loop, "run", lambda self, state: seen.append((state, self.start)) or result
     )
     return seen
 
@@ -471,24 +493,71 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-BREAKAGES = {
-    "weights cut short": lambda c: [
-        truncate(p) for p in (c / "params").rglob("d/*") if p.is_file()
-    ],
-    "moments cut short": lambda c: [
-        truncate(p) for p in (c / "opt_state").rglob("d/*") if p.is_file()
-    ],
+def scramble(path: Path) -> None:
+    path.write_bytes(bytes(255 - x for x in path.read_bytes()))
+
+
+def weights_in(c: Path, item: str = "params") -> list[Path]:
+    return [p for p in (c / item).rglob("d/*") if p.is_file()]
+
+
+TORN = {
+    "weights cut short": lambda c: [truncate(p) for p in weights_in(c)],
+    "moments cut short": lambda c: [truncate(p) for p in weights_in(c, "opt_state")],
     "weights' index cut short": lambda c: truncate(c / "params/manifest.ocdbt"),
     "names cut short": lambda c: truncate(c / "params/_METADATA"),
     "names missing": lambda c: (c / "params/_METADATA").unlink(),
     "meta cut short": lambda c: truncate(c / "meta/metadata"),
     "moments missing": lambda c: shutil.rmtree(c / "opt_state"),
     "weights emptied": lambda c: shutil.rmtree(c / "params") or (c / "params").mkdir(),
+    "sizes cut short": lambda c: truncate(c / "files.json"),
+    "sizes missing": lambda c: (c / "files.json").unlink(),
+    "nothing but a folder": lambda c: shutil.rmtree(c) or (c / "default").mkdir(parents=True),
+}
+
+
+@pytest.mark.parametrize("tear", TORN)
+def test_a_torn_checkpoint_is_named_kept_and_skipped(tear, copied, recwarn):
+    TORN[tear](copied / "checkpoints/6")
+    before = {p: p.read_bytes() for p in (copied / "checkpoints/6").rglob("*") if p.is_file()}
+    assert checkpoint.steps(copied) == [2, 4]
+    assert checkpoint.latest(copied) == 4
+    (warning,) = recwarn
+    assert str(warning.message).startswith(f"the checkpoint {copied}/checkpoints/6 is torn (")
+    (sentence,) = checkpoint.set_torn_aside(copied)
+    assert sentence.startswith(f"the checkpoint {copied}/checkpoints/6 is torn (")
+    assert sentence.endswith("), kept as 6.torn and skipped")
+    for path, content in before.items():
+        aside = copied / "checkpoints/6.torn" / path.relative_to(copied / "checkpoints/6")
+        assert aside.read_bytes() == content
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_torn_one(vha, vha_run, copied, capsys):
+    TORN["weights cut short"](copied / "checkpoints/6")
+    (copied / "checkpoints/6.torn").mkdir()  # of an earlier accident
+    (copied / "checkpoints/5.orbax-checkpoint-tmp/params").mkdir(parents=True)
+    assert train.train(vha, copied).finished
+    told = capsys.readouterr().err
+    assert "checkpoints/6 is torn (params/d/" in told or "checkpoints/6 is torn (params/" in told
+    assert "kept as 6.torn2 and skipped" in told
+    assert "its writing was cut short), kept as 5.torn and skipped" in told
+    assert_bitwise(stored(copied, 6), stored(vha_run, 6))
+    assert rows(copied) == rows(vha_run)
+    names = {path.name for path in (copied / "checkpoints").iterdir()}
+    assert {"2", "4", "6", "5.torn", "6.torn", "6.torn2"} <= names
+
+
+BREAKAGES = {
+    "weights": lambda c: [scramble(p) for p in weights_in(c)],
+    "weights' index": lambda c: scramble(c / "params/manifest.ocdbt"),
+    "names": lambda c: scramble(c / "params/_METADATA"),
+    "meta": lambda c: scramble(c / "meta/metadata"),
 }
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES)
-def test_a_broken_checkpoint_is_named(breakage, vha, copied):
+def test_a_corrupt_checkpoint_is_named(breakage, vha, copied):
+    """Every file is there at its length: found when it is read."""
     folder = copied / "checkpoints/6"
     BREAKAGES[breakage](folder)
     assert checkpoint.steps(copied)[-1] == 6
@@ -500,6 +569,15 @@ def test_a_broken_checkpoint_is_named(breakage, vha, copied):
     assert "\n" not in message
     shutil.rmtree(folder)
     assert checkpoint.latest(copied) == 4
+
+
+def test_a_checkpoint_of_another_format_is_refused(vha, copied):
+    meta = copied / "checkpoints/6/meta/metadata"
+    text = meta.read_text()
+    assert '"format_version": 2' in text
+    meta.write_text(text.replace('"format_version": 2', '"format_version": 1'))
+    with pytest.raises(UserError, match="has format version 1, this vhajax reads 2; read it with"):
+        train.train(vha, copied)
 
 
 @pytest.mark.parametrize("item", ["_CHECKPOINT_METADATA", "meta", "params"])

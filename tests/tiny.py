@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vhajax import cli, metrics
-from vhajax.config import GQA, VHA, Data, Experiment, Mesh, Model, Optim, Train
+from vhajax.config import GQA, VHA, Data, Experiment, Hosts, Mesh, Model, Optim, Train
 from vhajax.prepare import prepare
 from vhajax.sources import BadRows, Document
 from vhajax.tokenizer import train_bpe
@@ -106,7 +106,7 @@ def _replaced(part: Any, path: list[str], value: Any) -> Any:
 
 def write_experiment(path: Path, experiment: Experiment) -> Path:
     """An experiment file: a dataclass's repr is the code that makes it."""
-    names = ", ".join(kind.__name__ for kind in (GQA, VHA, Data, Experiment, Mesh, Model))
+    names = ", ".join(kind.__name__ for kind in (GQA, VHA, Data, Experiment, Hosts, Mesh, Model))
     path.write_text(
         f"from vhajax.config import {names}, Optim, Train\n"
         "from vhajax.mechanisms import RopeScaling\n\n"
@@ -130,10 +130,11 @@ def save_weights(run: Path, what: Experiment, params: dict[str, Any]) -> Path:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what a clock measured."""
+    """metrics.jsonl without what a clock or the machine's memory says."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
+    measured = ("tokens_per_second", "_seconds", "_bytes")
     return [
-        {name: value for name, value in json.loads(line).items() if name != "tokens_per_second"}
+        {name: value for name, value in json.loads(line).items() if not name.endswith(measured)}
         for line in lines
     ]
 

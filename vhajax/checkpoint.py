@@ -2,15 +2,18 @@
 
 A checkpoint holds the parameters, the optimizer's state (unless it is weights only) and `meta`:
 format version, step, position of the data iterator, configuration, tokenizer digest, code version.
-Everything is arrays and JSON; loading executes nothing.
+Everything is arrays and JSON; loading executes nothing. Last of all, still under its temporary
+name, it gets `files.json`, the size of every file: what lacks one, or has another size, is torn.
+Torn ones are skipped, named, and never deleted.
 """
 
 import contextlib
 import hashlib
 import importlib.metadata
-import shutil
+import json
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,53 +21,97 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from vhajax import config, runs
 from vhajax.errors import UserError
 from vhajax.step import TrainState
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ITEMS = ("params", "opt_state", "meta")
+SEAL = "files.json"
+LATER = "_CHECKPOINT_METADATA"
+"""Orbax writes it once more when it renames the folder."""
+TEMPORARY = ".orbax-checkpoint-tmp"
 
 
 def steps(run: Path) -> list[int]:
-    """Steps with a complete checkpoint, ascending; a bare or half-written folder is none."""
+    """Steps with a complete checkpoint, ascending."""
+    return sorted(int(path.name) for path in _numbered(run) if _flaw(path) is None)
+
+
+def torn(run: Path) -> dict[Path, str]:
+    """Folders of checkpoints that are not complete, each with what it lacks, oldest first."""
+    flaws = {path: _flaw(path) for path in sorted(_numbered(run), key=lambda p: int(p.name))}
+    unfinished = sorted((run / runs.CHECKPOINTS).glob(f"*{TEMPORARY}*"))
+    found = {path: flaw for path, flaw in flaws.items() if flaw is not None}
+    return found | dict.fromkeys(unfinished, "its writing was cut short")
+
+
+def _numbered(run: Path) -> list[Path]:
     folder = run / runs.CHECKPOINTS
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted(int(path.name) for path in found if path.name.isdigit() and _complete(path))
+    return [path for path in (folder.iterdir() if folder.is_dir() else ()) if path.name.isdigit()]
 
 
-def _complete(path: Path) -> bool:
-    marks = (path / "_CHECKPOINT_METADATA", path / "meta" / "metadata", path / "params")
-    return all(mark.exists() for mark in marks)
+def _flaw(path: Path) -> str | None:
+    """What a checkpoint lacks."""
+    try:
+        sizes = json.loads((path / SEAL).read_text(encoding="utf-8"))["files"]
+        for name in (*sizes, LATER):
+            size = (path / name).stat().st_size if (path / name).exists() else None
+            if size is None:
+                return f"{name} is missing"
+            if name != LATER and size != sizes[name]:
+                return f"{name} has {size} bytes, not {sizes[name]}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{SEAL} is not there or not whole ({type(error).__name__})"
+    return None
 
 
-def _set_incomplete_aside(folder: Path) -> None:
-    """Renames numbered folders that are no checkpoints.
+def _seal(path: Path) -> None:
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.name != LATER)
+    sizes = {str(file.relative_to(path)): file.stat().st_size for file in files}
+    runs.write_whole(path / SEAL, json.dumps({"files": sizes}, indent=0))
 
-    Orbax counts them: it would refuse to save that step, and drop whole checkpoints to keep them.
+
+def set_torn_aside(run: Path) -> list[str]:
+    """Renames what is no checkpoint to N.torn, and says so in a sentence each.
+
+    Orbax counts numbered folders: it would refuse to save that step, and drop whole checkpoints to
+    keep torn ones. It also deletes temporary folders of the step that it saves.
     """
-    if jax.process_index() or not folder.is_dir():
-        return
-    for path in folder.iterdir():
-        if path.name.isdigit() and not _complete(path):
-            aside = path.with_name(f"{path.name}.incomplete")
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
+    told = []
+    for path, flaw in torn(run).items():
+        name, number = f"{path.name.split('.')[0]}.torn", 1
+        while (aside := path.with_name(name)).exists():
+            number += 1
+            name = f"{path.name.split('.')[0]}.torn{number}"
+        path.rename(aside)
+        told.append(f"the checkpoint {path} is torn ({flaw}), kept as {aside.name} and skipped")
+    return told
 
 
 class Checkpointer:
-    """Writes a run's checkpoints in the background; the last `keep` stay."""
+    """Writes a run's checkpoints in the background.
 
-    def __init__(self, run: Path, experiment: config.Experiment, keep: int):
+    The last `keep` stay, and those at multiples of `every` (0: no others). Torn ones must have been
+    set aside.
+    """
+
+    def __init__(self, run: Path, experiment: config.Experiment, keep: int, every: int = 0):
         self.run, self.experiment = run, experiment
+        self.folder = (run / runs.CHECKPOINTS).resolve()
         self._started = -1  # the last step whose save began; it may not be on disk yet
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        self._there = set(steps(run))
+        policies: list[Any] = [preservation_policy.LatestN(keep)]
+        policies += [preservation_policy.EveryNSteps(every)] if every else []
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
+            create=True,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._complete),
+        )
         try:
-            _set_incomplete_aside(run / runs.CHECKPOINTS)
-            self._manager = ocp.CheckpointManager(
-                (run / runs.CHECKPOINTS).resolve(), options=options, item_names=ITEMS
-            )
+            self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=ITEMS)
         except OSError as error:
             raise UserError(f"{run} cannot be written ({error}); choose another folder.") from error
 
@@ -75,8 +122,10 @@ class Checkpointer:
           UserError: this or an earlier save failed.
         """
         step = int(state.step)
-        if step == self._started or step in steps(self.run):
+        if step == self._started or step in self._there:
             return
+        self.wait()
+        self._started = step
         items: dict[str, Any] = {
             "params": ocp.args.StandardSave(state.params),
             "meta": ocp.args.JsonSave(self._meta(step, weights_only)),
@@ -89,18 +138,32 @@ class Checkpointer:
             raise _failed(self.run, error) from error
         if not started:
             raise UserError(f"The checkpoint of step {step} in {self.run} was refused by Orbax.")
-        self._started = step
 
-    def finish(self) -> None:
-        """Waits for saves under way.
+    def _complete(self) -> None:
+        """Called when all hosts have written, before the temporary folder gets its name."""
+        if jax.process_index() == 0:
+            (path,) = self.folder.glob(f"{self._started}{TEMPORARY}*")
+            _seal(path)
+
+    def wait(self) -> None:
+        """Waits for a save under way.
 
         Raises:
-          UserError: one failed.
+          UserError: it failed.
         """
         try:
             self._manager.wait_until_finished()
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, UserError) as error:
             raise _failed(self.run, error) from error
+
+    def finish(self) -> None:
+        """Waits, and takes no more.
+
+        Raises:
+          UserError: a save failed.
+        """
+        try:
+            self.wait()
         finally:
             self._manager.close()
 
@@ -134,14 +197,18 @@ def read_meta(run: Path, step: int) -> dict[str, Any]:
 
 
 def latest(run: Path) -> int:
-    """The newest complete step.
+    """The newest complete step; warns of torn ones that are newer.
 
     Raises:
       UserError: there is none.
     """
-    found = steps(run)
+    found, flaws = steps(run), torn(run)
     if not found:
-        raise UserError(f"The run {run} has no complete checkpoint; train it first.")
+        why = "".join(f"; {path.name} is torn ({flaw})" for path, flaw in flaws.items())
+        raise UserError(f"The run {run} has no complete checkpoint{why}; train it first.")
+    for path, flaw in flaws.items():
+        if path.name.isdigit() and int(path.name) > found[-1]:
+            warnings.warn(f"the checkpoint {path} is torn ({flaw}) and skipped", stacklevel=2)
     return found[-1]
 
 

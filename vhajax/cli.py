@@ -1,17 +1,21 @@
 """The command line. JAX is imported by the command that needs it, not to print help."""
 
 import argparse
+import contextlib
 import json
 import logging
 import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from vhajax.errors import UserError
+from vhajax.errors import INTERRUPTED, UserError
+
+if TYPE_CHECKING:
+    from vhajax import loop
 
 HELP = """\
 vhajax: train, fold and decode language models whose attention keeps the KV cache small.
@@ -33,9 +37,9 @@ Begin with:
 `vhajax COMMAND -h` explains a command; `vhajax train EXPERIMENT -h` lists every field that
 can be overridden, as in --model.attention.num-kv-heads 2. Each command takes --json: one JSON
 object on stdout, everything else on stderr.
-Exit status: 0 done, 2 bad usage or input, 130 interrupted.
+Exit status: 0 done, 2 bad usage or input, 130 interrupted. Of train, too: 75 stopped by SIGTERM and
+76 another process lost; after both the same command goes on.
 """
-INTERRUPTED = 130
 DEVICES = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd", "dxg")  # of accelerators, in /dev
 
 
@@ -64,7 +68,7 @@ def guarded(run: Callable[[], int]) -> int:
     except UserError as error:
         sentence = " ".join(str(error).split())  # a library's words may come in lines
         print(f"vhajax: {sentence}", file=sys.stderr)
-        return 2
+        return error.status
     except KeyboardInterrupt:
         print("vhajax: interrupted.", file=sys.stderr)
         return INTERRUPTED
@@ -124,6 +128,14 @@ def _train(args: list[str]) -> int:
     parser.add_argument("--init-from", type=Path, metavar="RUN", help="start with its weights only")
     parser.add_argument("--steps", help="short for --train.steps")
     parser.add_argument("--eval-every", help="short for --train.eval-every")
+    parser.add_argument("--skip-bad-steps", help="short for --train.skip-bad-steps")
+    parser.add_argument("--profile", metavar="A:B", help="trace steps A to B with JAX's profiler")
+    several = parser.add_argument_group(
+        "several processes", "Found by themselves under SLURM, on GKE's TPUs and on TPU VMs."
+    )
+    several.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0")
+    several.add_argument("--num-processes", type=int, metavar="N")
+    several.add_argument("--process-id", type=int, metavar="I", help="from 0")
     parser.add_argument("-h", "--help", action="store_true", help="EXPERIMENT -h: every field")
     overrides, plain = _split_overrides(args)
     options, unknown = parser.parse_known_args(plain)
@@ -133,7 +145,7 @@ def _train(args: list[str]) -> int:
         return 0
     if not options.experiment:
         raise UserError("train needs an EXPERIMENT; see `vhajax train -h`.")
-    for short in ("steps", "eval_every"):
+    for short in ("steps", "eval_every", "skip_bad_steps"):
         if getattr(options, short) is not None:
             rest += [f"--train.{short.replace('_', '-')}", getattr(options, short)]
     if options.help:
@@ -144,9 +156,49 @@ def _train(args: list[str]) -> int:
     experiment = experiments.override(experiments.load(options.experiment), rest, program)
     run = options.run_dir or Path("runs") / Path(options.experiment).stem
 
-    from vhajax import train  # JAX from here on
+    profile = _steps_of(options.profile, experiment.train.steps) if options.profile else None
 
-    result = train.train(experiment, run, init_from=options.init_from)
+    from vhajax import distributed, train  # JAX from here on
+
+    flags = distributed.Flags(options.coordinator, options.num_processes, options.process_id)
+    place = distributed.find_place(flags)
+    with _clear_stdout(place.count > 1):
+        peers = distributed.join(place, experiment.hosts)
+        result = train.train(
+            experiment, run, init_from=options.init_from, peers=peers, profile=profile
+        )
+        distributed.leave()
+    if peers.index == 0:
+        _tell(options.json, run, result)
+    return result.status
+
+
+def _steps_of(text: str, last: int) -> tuple[int, int]:
+    first, _, end = text.partition(":")
+    if not (first.isdigit() and end.isdigit() and 1 <= int(first) <= int(end) <= last):
+        raise UserError(
+            f"--profile is {text!r}; give the first and last step, as in 10:12, from 1 to {last}."
+        )
+    return int(first), int(end)
+
+
+@contextlib.contextmanager
+def _clear_stdout(wanted: bool) -> Iterator[None]:
+    """Sends what libraries print to stderr: gloo tells its connections on stdout."""
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _tell(as_json: bool, run: Path, result: "loop.Result") -> None:
     values = {
         "run": str(run),
         "step": result.step,
@@ -157,15 +209,14 @@ def _train(args: list[str]) -> int:
         "tokens_per_second": result.tokens_per_second,
     }
     if not result.finished:
-        _emit(options.json, values, f"Stopped at step {result.step}; the same command goes on.")
-        return INTERRUPTED
+        _emit(as_json, values, f"Stopped at step {result.step}; the same command goes on.")
+        return
     _emit(
-        options.json,
+        as_json,
         values,
         f"{run}: step {result.step}, held-out {result.heldout.loss:.4f} nats per token, "
         f"{result.heldout.bits_per_byte:.4f} bits per byte",
     )
-    return 0
 
 
 def _split_overrides(args: list[str]) -> tuple[list[str], list[str]]:

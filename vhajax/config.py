@@ -36,6 +36,7 @@ __all__ = [
     "Attention",
     "Data",
     "Experiment",
+    "Hosts",
     "Mesh",
     "Model",
     "Norm",
@@ -45,7 +46,7 @@ __all__ = [
     "to_json",
 ]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,11 @@ class Train:
     """Held-out rows of an evaluation on the way (0: all); the last one reads all."""
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
+    """The last so many stay."""
+    keep_every: int = 0
+    """Checkpoints at multiples of so many steps stay, too (0: none)."""
+    skip_bad_steps: int = 0
+    """Steps of a run whose loss or gradient may be NaN or inf: they change no weight (0: stop)."""
     log_every: int = 10
 
     def __post_init__(self) -> None:
@@ -232,6 +238,34 @@ class Train:
             z_loss=self.z_loss,
             eval_every=self.eval_every,
             eval_rows=self.eval_rows,
+            keep_every=self.keep_every,
+            skip_bad_steps=self.skip_bad_steps,
+        )
+        require(
+            self.keep_every % self.checkpoint_every == 0,
+            f"train.keep_every is {self.keep_every}, not a multiple of train.checkpoint_every = "
+            f"{self.checkpoint_every}; change one.",
+        )
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """How long the processes of a run wait for each other, in seconds."""
+
+    join_timeout: int = 300
+    """Until all have joined, or have come to a point where all meet."""
+    silence_timeout: int = 60
+    """Without a sign of life, after which a process counts as dead."""
+    progress_timeout: int = 600
+    """For one thing (a batch, a step), after which the run counts as stuck; compiling, saving and
+    restoring may take six times as long."""
+
+    def __post_init__(self) -> None:
+        require_positive(
+            "hosts",
+            join_timeout=self.join_timeout,
+            silence_timeout=self.silence_timeout,
+            progress_timeout=self.progress_timeout,
         )
 
 
@@ -267,6 +301,7 @@ class Experiment:
     optim: Optim = field(default_factory=Optim)
     train: Train = field(default_factory=Train)
     mesh: Mesh = field(default_factory=Mesh)
+    hosts: Hosts = field(default_factory=Hosts)
 
     def __post_init__(self) -> None:
         batch, accum, shards = self.data.batch_size, self.train.grad_accum, self.mesh.data
@@ -319,7 +354,7 @@ def from_json(text: str, source: str) -> Experiment:
         attention = tree["model"].pop("attention")
         kind = MECHANISMS[attention.pop("mechanism")]
         model = _build(Model, tree.pop("model"), attention=_build(kind, attention))
-        parts = {"data": Data, "optim": Optim, "train": Train, "mesh": Mesh}
+        parts = {"data": Data, "optim": Optim, "train": Train, "mesh": Mesh, "hosts": Hosts}
         built = {name: _build(parts[name], fields) for name, fields in tree.items()}
         return _build(Experiment, {}, model=model, **built)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

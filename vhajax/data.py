@@ -6,7 +6,7 @@ Letters: B rows of a global batch, T tokens of a row that are inputs.
 import bisect
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import grain
@@ -90,9 +90,11 @@ def batch_of(tokens: np.ndarray, segments: np.ndarray) -> Batch:
 
 
 class _Steps:
-    """Grain's data source with one host's part of the global batch at each step."""
+    """Grain's data source with one process's part of the global batch at each step."""
 
-    def __init__(self, rows: Rows, seed: int, num_steps: int, batch: int, part: range) -> None:
+    def __init__(
+        self, rows: Rows, seed: int, num_steps: int, batch: int, part: Sequence[int]
+    ) -> None:
         self._rows = rows
         self._seed = seed
         self._num_steps = num_steps
@@ -104,10 +106,15 @@ class _Steps:
 
     def __getitem__(self, index: int) -> Batch:
         """The batch of step `index`."""
-        positions = (index * self._batch + j for j in self._part)
-        rows = [self._rows[_row_at(i, len(self._rows), self._seed)] for i in positions]
-        tokens, segments = zip(*rows, strict=True)
+        numbers = rows_of_step(index, self._batch, len(self._rows), self._seed)
+        tokens, segments = zip(*(self._rows[numbers[j]] for j in self._part), strict=True)
         return batch_of(np.stack(tokens), np.stack(segments))
+
+
+def rows_of_step(index: int, batch_size: int, num_rows: int, seed: int) -> list[int]:
+    """The rows of the global batch of step `index` (from 0), in order."""
+    first = index * batch_size
+    return [_row_at(i, num_rows, seed) for i in range(first, first + batch_size)]
 
 
 def _row_at(i: int, num_rows: int, seed: int) -> int:
@@ -128,31 +135,25 @@ def train_batches(
     seed: int,
     num_steps: int,
     start_step: int = 0,
-    host_index: int = 0,
-    host_count: int = 1,
+    part: Sequence[int] | None = None,
 ) -> grain.DatasetIterator[Batch]:
     """Batches of the steps from start_step up to num_steps, as `batch_of` makes them.
 
-    This host gets rows [host_index·B/host_count, (host_index + 1)·B/host_count) of each global
-    batch, so the hosts' batches in order are the same global batch for any number of hosts. The
-    iterator's state is the number of the next step and nothing else.
+    Whatever part of it a process reads, the global batch of a step is the same. The iterator's
+    state is the number of the next step and nothing else.
 
     Args:
       batch_size: B, rows of the global batch.
+      part: indices into [0, B) of the rows that this process reads; None: all.
 
     Raises:
-      UserError: a folder that is not sound, B not a multiple of host_count, or start_step beyond
-        num_steps. A corrupt row raises it at its step.
+      UserError: a folder that is not sound, or start_step beyond num_steps. A corrupt row raises it
+        at its step.
     """
-    if batch_size % host_count:
-        raise UserError(
-            f"data.batch_size is {batch_size}, not a multiple of the {host_count} hosts; change it."
-        )
     if not 0 <= start_step <= num_steps:
         raise UserError(f"The run starts at step {start_step}, beyond its {num_steps} steps.")
-    local = batch_size // host_count
-    part = range(host_index * local, (host_index + 1) * local)
-    steps = _Steps(Rows(folder, "train"), seed, num_steps, batch_size, part)
+    mine = range(batch_size) if part is None else part
+    steps = _Steps(Rows(folder, "train"), seed, num_steps, batch_size, mine)
     iterator = iter(grain.MapDataset.source(steps).to_iter_dataset(READ_OPTIONS))
     set_next_index(iterator, start_step)
     return iterator

@@ -1,7 +1,11 @@
 """Where numbers of a run go: JSON lines, TensorBoard, a progress line on stderr, a plot."""
 
+import collections
+import contextlib
 import json
+import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,8 @@ class MetricsLog:
     A run that goes on from an earlier checkpoint first drops what was logged after it.
 
     Attributes:
-      start_is_evaluated: whether there are held-out numbers of the step it goes on from.
+      earlier: whether there are held-out numbers of the step it goes on from, and how many bad
+        steps were skipped up to there.
     """
 
     def __init__(self, run: Path, start_step: int):
@@ -26,9 +31,8 @@ class MetricsLog:
         self._run, self._path, self._start = run, run / runs.METRICS, start_step
         kept = [row for row in read(run) if row["step"] <= start_step]
         self._rewrite(kept)
-        self.start_is_evaluated = any(
-            row["step"] == start_step and "heldout_loss" in row for row in kept
-        )
+        evaluated = any(row["step"] == start_step and "heldout_loss" in row for row in kept)
+        self.earlier = (evaluated, max((row.get("skipped", 0) for row in kept), default=0))
         self._board = SummaryWriter(str(run / runs.TENSORBOARD), purge_step=start_step + 1)
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
@@ -47,6 +51,18 @@ class MetricsLog:
         self._board.close()
 
 
+class NoLog:
+    """The log of a process that keeps none: process 0 does."""
+
+    earlier = (False, 0)
+
+    def write(self, step: int, **values: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def read(run: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; a last line that was cut short is left out."""
     path, rows = run / runs.METRICS, []
@@ -61,7 +77,7 @@ def read(run: Path) -> list[dict[str, Any]]:
 class ProgressLine:
     """Step, loss, tokens/s and time left on stderr; silent where that is no terminal."""
 
-    def __init__(self, name: str, start: int, total: int):
+    def __init__(self, name: str, start: int, total: int, shown: bool = True):
         console = Console(stderr=True)
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -71,7 +87,7 @@ class ProgressLine:
             TextColumn("ETA"),
             TimeRemainingColumn(),
             console=console,
-            disable=not console.is_terminal,
+            disable=not (shown and console.is_terminal),
         )
         self._task = self._bar.add_task(name, total=total, completed=start, note="compiling")
 
@@ -86,24 +102,46 @@ class ProgressLine:
         self._bar.update(self._task, completed=step, note=note)
 
 
-class Stopwatch:
-    """Seconds of training, without what happens between `pause` and `resume`."""
+class Clock:
+    """Seconds of a loop by what they went to.
+
+    What no part claims is `compute`: the step is waited for there. An evaluation is a part, too.
+    """
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
-        self._paused_at = 0.0
+        self._parts: dict[str, float] = collections.defaultdict(float)
 
-    def pause(self) -> None:
-        self._paused_at = time.perf_counter()
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        before = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._parts[name] += time.perf_counter() - before
 
-    def resume(self) -> None:
-        self._start += time.perf_counter() - self._paused_at
-
-    def lap(self) -> float:
-        """Seconds since the last lap."""
+    def lap(self) -> dict[str, float]:
+        """Seconds of each part since the last lap, with `data`, `checkpoint` and `compute`."""
         now = time.perf_counter()
-        seconds, self._start = now - self._start, now
-        return seconds
+        parts = {"data": 0.0, "checkpoint": 0.0, **self._parts}
+        parts["compute"] = now - self._start - sum(parts.values())
+        self._start, self._parts = now, collections.defaultdict(float)
+        return parts
+
+
+def memory() -> dict[str, float]:
+    """Bytes in use: of the process, and of its first device where that keeps count."""
+    import jax
+
+    found = {}
+    with contextlib.suppress(OSError, ValueError, IndexError):  # Linux
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        found["host_bytes"] = pages * os.sysconf("SC_PAGE_SIZE")
+    stats = jax.local_devices()[0].memory_stats() or {}
+    for name in ("bytes_in_use", "peak_bytes_in_use"):
+        if name in stats:
+            found[f"device_{name}"] = stats[name]
+    return found
 
 
 def plot(run: Path) -> None:

@@ -17,6 +17,7 @@ CONFIG, TOKENIZER, CHECKPOINTS = "config.json", "tokenizer.json", "checkpoints"
 SPECIAL_TOKENS = "special_tokens.json"
 """EOS and BOS by name, which tokenizer.json does not say."""
 METRICS, TENSORBOARD, PLOT = "metrics.jsonl", "tensorboard", "loss.png"
+PROFILE = "profile"
 
 # What may differ when a run is continued: how long, how often, where, never what.
 FREE = {
@@ -26,11 +27,16 @@ FREE = {
     "train.eval_rows",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "train.keep_every",
+    "train.skip_bad_steps",
     "train.log_every",
     "train.loss_chunk",
     "train.remat",
     "mesh.data",
     "mesh.model",
+    "hosts.join_timeout",
+    "hosts.silence_timeout",
+    "hosts.progress_timeout",
 }
 
 
@@ -117,7 +123,7 @@ def changes(old: config.Experiment, new: config.Experiment) -> list[tuple[str, o
 
 def check_tokenizer(folder: Path, tokenizer: Path) -> None:
     """Refuses data whose tokenizer is not the run's."""
-    if _digest(folder / TOKENIZER) != _digest(tokenizer):
+    if digest(folder / TOKENIZER) != digest(tokenizer):
         raise UserError(
             f"The tokenizer {tokenizer} is not the one that the run {folder} was trained with; "
             "use data prepared with the run's, or another run."
@@ -140,7 +146,8 @@ def flatten(experiment: config.Experiment) -> dict[str, object]:
     return flat
 
 
-def _digest(path: Path) -> str:
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:

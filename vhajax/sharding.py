@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -31,13 +32,15 @@ def make_mesh(mesh: config.Mesh) -> jax.sharding.Mesh:
     """The device mesh of a configuration, with Explicit axes.
 
     Raises:
-      UserError: more devices asked for than there are.
+      UserError: more devices asked for than there are, or not all of several processes.
     """
-    wanted, available = math.prod(mesh.shape), len(jax.devices())
-    if wanted > available:
+    wanted, available, processes = math.prod(mesh.shape), len(jax.devices()), jax.process_count()
+    if wanted > available or (wanted < available and processes > 1):
+        here = "this machine has" if processes == 1 else f"these {processes} processes have"
+        fix = "make the mesh smaller" if wanted > available else "make the mesh larger"
         raise UserError(
             f"mesh {mesh.data} × {mesh.context} × {mesh.model} (data × context × model) needs "
-            f"{wanted} devices, this machine has {available}; make the mesh smaller."
+            f"{wanted} devices, {here} {available}; {fix}."
         )
     if wanted < available:
         warnings.warn(f"the mesh uses {wanted} of {available} devices", stacklevel=2)
@@ -48,6 +51,24 @@ def _mesh() -> Any:
     """The mesh in use, abstract or not; None where there is none or its axes are not ours."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or set(mesh.manual_axes) else mesh
+
+
+def held_rows(where: NamedSharding, shape: tuple[int, int]) -> list[int]:
+    """Indices of the rows of an array of `shape` that this process's devices hold, ascending."""
+    parts = where.addressable_devices_indices_map(shape).values()
+    return sorted({row for index in parts if index for row in range(shape[0])[index[0]]})
+
+
+def place(
+    x: np.ndarray, where: NamedSharding, shape: tuple[int, int], rows: Sequence[int] | None = None
+) -> jax.Array:
+    """A global array of `shape` from the rows that this process has (None: all)."""
+    at = {row: i for i, row in enumerate(range(shape[0]) if rows is None else rows)}
+
+    def part(index: Any) -> np.ndarray:
+        return x[[at[row] for row in range(shape[0])[index[0]]], index[1]]
+
+    return jax.make_array_from_callback(shape, where, part)
 
 
 @functools.cache

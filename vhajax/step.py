@@ -75,7 +75,8 @@ def make_train_step(
     """The step of an experiment: pure, not yet jitted.
 
     Metrics are float32 scalars: `loss` (mean nats per scored token, without z-loss), `tokens`
-    (scored), `grad_norm` (before clipping) and `learning_rate` (multiple of the peak).
+    (scored), `grad_norm` (before clipping) and `learning_rate` (multiple of the peak). With
+    `train.skip_bad_steps`, a step whose loss or gradient is not finite changes no weight.
     """
     template = transformer.abstract(experiment.model)
     tx = optimizer(experiment)
@@ -98,15 +99,29 @@ def make_train_step(
         with jax.named_scope("optimizer"):
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
+        norm = optax.tree.norm(grads)
+        if experiment.train.skip_bad_steps:
+            good = jnp.isfinite(nll) & jnp.isfinite(norm)
+            params = _where(good, params, state.params)
+            opt_state = _where(good, opt_state, state.opt_state)
         metrics = {
             "loss": nll,
             "tokens": scored,
-            "grad_norm": optax.tree.norm(grads),
+            "grad_norm": norm,
             "learning_rate": multiple(state.step),
         }
         return TrainState(params, opt_state, state.step + 1), metrics
 
     return train_step
+
+
+def _where(good: jax.Array, new: Any, old: Any) -> Any:
+    """`new` where good; counters always advance, for the schedule is a function of the step."""
+
+    def choose(x: jax.Array, before: jax.Array) -> jax.Array:
+        return x if jnp.issubdtype(x.dtype, jnp.integer) else jnp.where(good, x, before)
+
+    return jax.tree.map(choose, new, old)
 
 
 def _accumulate(gradient: Callable, params: Any, batch: Batch, scored: jax.Array, accum: int):
