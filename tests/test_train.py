@@ -14,10 +14,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import tiny
-from tiny import after_step, changed, rows, save_weights
+from tiny import after_step, assert_bitwise, changed, rows, save_weights, stored
 
 from vhajax import (
     checkpoint,
@@ -84,23 +83,6 @@ def gqa_run(gqa, tmp_path_factory) -> Path:
 @pytest.fixture
 def copied(vha_run, tmp_path) -> Path:
     return shutil.copytree(vha_run, tmp_path / "copy")
-
-
-def stored(run: Path, number: int) -> dict[str, np.ndarray]:
-    """Every array of a checkpoint, as Orbax alone reads it."""
-    arrays = {}
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
-        for item in ("params", "opt_state"):
-            tree = reader.restore((run / "checkpoints" / str(number) / item).resolve())
-            arrays |= {f"{item}.{name}": np.asarray(x) for name, x in tree.items()}
-    return arrays
-
-
-def assert_bitwise(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
-    assert one.keys() == other.keys()
-    for name, x in one.items():
-        assert (x.dtype, x.shape) == (other[name].dtype, other[name].shape), name
-        assert x.tobytes() == np.asarray(other[name]).tobytes(), name
 
 
 def interrupt(signal_number: int = signal.SIGINT) -> None:

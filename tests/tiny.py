@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vhajax import cli, metrics
 from vhajax.config import GQA, VHA, Data, Experiment, Hosts, Mesh, Model, Optim, Train
 from vhajax.prepare import prepare
@@ -127,6 +129,28 @@ def save_weights(run: Path, what: Experiment, params: dict[str, Any]) -> Path:
     saver.save(step.TrainState(arrays, (), jnp.int32(1)), weights_only=True)
     saver.finish()
     return run
+
+
+def stored(run: Path, number: int) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint, as Orbax alone reads it."""
+    import orbax.checkpoint as ocp
+
+    arrays = {}
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+        for item in ("params", "opt_state"):
+            path = (run / "checkpoints" / str(number) / item).resolve()
+            there = reader.metadata(path).item_metadata
+            wanted = {name: np.empty(x.shape, x.dtype) for name, x in there.items()}
+            tree = reader.restore(path, args=ocp.args.StandardRestore(wanted))
+            arrays |= {f"{item}.{name}": x for name, x in tree.items()}
+    return arrays
+
+
+def assert_bitwise(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert one.keys() == other.keys()
+    for name, x in one.items():
+        assert (x.dtype, x.shape) == (other[name].dtype, other[name].shape), name
+        assert x.tobytes() == np.asarray(other[name]).tobytes(), name
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
