@@ -1,11 +1,13 @@
 """Real processes of `vhajax`, forked from one that has imported JAX but used no device yet."""
 
+import ctypes
 import importlib
 import multiprocessing
 import os
 import resource
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +38,8 @@ def _run(args: Sequence[str], log: str, devices: int, settings: dict[str, str], 
         process, size = settings["TEST_FILE_SIZE"].split(":")
         if args[-2:] == ["--process-id", process] or "--process-id" not in args:
             resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), int(size)))
+    if "TEST_POWERLESS" in settings:
+        _obey_permissions()
     module, _, function = main.partition(":")
     status = getattr(importlib.import_module(module), function)(args)
     sys.stdout.flush()
@@ -43,11 +47,18 @@ def _run(args: Sequence[str], log: str, devices: int, settings: dict[str, str], 
     os._exit(status)
 
 
+def _obey_permissions() -> None:
+    """Gives up every capability: then root, too, may write only where a file's mode says so."""
+    header = struct.pack("=Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    if ctypes.CDLL(None, use_errno=True).capset(header, bytes(24)):
+        raise OSError(ctypes.get_errno(), "capset")
+
+
 class Child:
     """One process. log: the file with all that it printed.
 
     main: module and function that get the arguments. settings: of the environment; TEST_FILE_SIZE
-    "I:BYTES" lets process I write no file larger than that.
+    "I:BYTES" lets process I write no file larger than that, TEST_POWERLESS takes root's power away.
     """
 
     def __init__(

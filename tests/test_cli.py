@@ -166,7 +166,7 @@ def without_checkpoints(place: Place) -> Path:
 def with_a_broken_checkpoint(place: Place) -> Path:
     run = place.copy("run")
     for path in (run / "checkpoints/6/params").rglob("d/*"):
-        path.write_bytes(path.read_bytes()[:100])
+        path.write_bytes(bytes(path.stat().st_size))
     return run
 
 
@@ -330,7 +330,7 @@ REFUSALS: dict[str, tuple[list[str] | Callable[[Place], list[str]], str]] = {
     ),
     "config of another format": (
         lambda p: ["eval", str(p.edited("run", "config.json", edit_json(format_version=7)))],
-        "has format version 7, this vhajax reads 2",
+        "has format version 7, this vhajax reads 3",
     ),
     "no checkpoint": (
         lambda p: ["eval", str(without_checkpoints(p))],

@@ -1,10 +1,13 @@
 """Runs of several real processes (gloo on this machine): stopped, killed, stuck, moved, resumed."""
 
 import json
+import os
 import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -39,7 +42,7 @@ step = int(os.environ.get("TEST_STEP", -1))
 def settle(self, upto):
     after(self, upto)
     time.sleep(float(os.environ.get("TEST_SLEEP", 0)))
-    if upto == step and str(self.peers.index) == os.environ.get("TEST_PROCESS", "0"):
+    if upto == step and self.start == 0 and str(self.peers.index) == os.environ.pop("TEST_PROCESS", ""):
         os.kill(os.getpid(), int(os.environ["TEST_SIGNAL"]))
 
 loop.Loop._settle = settle
@@ -274,6 +277,54 @@ def test_processes_with_other_settings_are_refused(file, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+# ------------------------------------------------------------------ launchers
+
+
+@pytest.mark.slow
+def test_the_launcher_starts_a_killed_run_again(file, whole, tmp_path):
+    launcher = start_launcher(file, tmp_path, "--restarts", "1", TEST_SIGNAL="9")
+    out, err = launcher.communicate(timeout=200)
+    assert launcher.returncode == 0, err
+    assert "process 1" in err
+    assert "SIGKILL" in err
+    assert json.loads(out.strip().splitlines()[-1])["step"] == 12
+    assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_the_launcher_saves(file, whole, tmp_path):
+    launcher = start_launcher(file, tmp_path, TEST_SLEEP="0.3")
+    metrics = tmp_path / "run/metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while not metrics.exists() or '"step": 2' not in metrics.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGINT)
+    out, err = launcher.communicate(timeout=100)
+    assert launcher.returncode == 130, err
+    told = json.loads(out.strip().splitlines()[-1])
+    assert told["finished"] is False
+    assert checkpoint.steps(tmp_path / "run")[-1] == told["step"]
+    assert [child.wait() for child in pair(file, tmp_path)] == [0, 0]
+    assert_same_run(tmp_path / "run", whole)
+
+
+def start_launcher(file: Path, folder: Path, *args: str, **settings: str) -> subprocess.Popen:
+    launcher = Path(__file__).parent.parent / "launch/local.py"
+    cache = {name.upper(): str(value) for name, value in tiny.CACHE_SETTINGS.items()}
+    steps = {"TEST_STEP": "6", "TEST_PROCESS": "1"} if "TEST_SIGNAL" in settings else {}
+    flags = ["--processes", "2", "--devices-per-process", "2", "--log-dir", str(folder / "logs")]
+    command = ["train", str(file), "--run-dir", str(folder / "run"), "--json"]
+    return subprocess.Popen(
+        [sys.executable, launcher, *flags, *args, "--", sys.executable, "-m", "vhajax.cli"]
+        + command,
+        env={**os.environ, **cache, **steps, **settings},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 # ------------------------------------------------------------------ SLURM
 
 
@@ -337,7 +388,7 @@ def stayed(file, saved, tmp_path_factory) -> Path:
 def test_a_run_goes_on_with_other_processes(count, devices, mesh, file, saved, stayed, tmp_path):
     """Restored state bit-equal, next batch identical, 20 steps with the same losses."""
     run = shutil.copytree(saved, tmp_path / "run")
-    (start,) = checkpoint.steps(run)
+    start = checkpoint.latest(run)
     np.savez(tmp_path / "expected.npz", **stored(run, start))
     where = ["--mesh.data", str(mesh.data), "--mesh.model", str(mesh.model)]
     command = [str(file), "--run-dir", str(run), *LONGER, *where]

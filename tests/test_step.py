@@ -13,7 +13,7 @@ import oracle
 import pytest
 from oracle import assert_trees_near, mesh_of
 
-from vhajax import config, step
+from vhajax import checkpoint, config, step
 from vhajax.config import GQA, VHA, Data, Experiment, Optim, Train
 
 T, B = 12, 8
@@ -137,6 +137,27 @@ def test_a_batch_without_scored_tokens_is_no_division_by_zero(gqa):
     state, metrics = gqa.step(gqa.state, nothing)
     assert float(metrics["loss"]) == float(metrics["grad_norm"]) == 0
     assert all(np.isfinite(x).all() for x in state.params.values())
+
+
+def test_a_bad_step_that_is_skipped_changes_counters_only(case):
+    """The step after it is the one that there would have been, at its own rate."""
+    bad = case.batch | {"weights": case.batch["weights"] * np.nan}
+    what = dataclasses.replace(
+        case.experiment, train=dataclasses.replace(case.experiment.train, skip_bad_steps=1)
+    )
+    compiled = jax.jit(step.make_train_step(what))
+    skipped, metrics = compiled(case.after[0][0], bad)
+    assert not np.isfinite(metrics["loss"])
+    assert not np.isfinite(metrics["grad_norm"])
+    assert int(skipped.step) == 2
+    before = checkpoint.named_leaves(case.after[0][0])
+    for name, x in checkpoint.named_leaves(skipped).items():
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            assert int(x) == int(before[name]) + 1, name
+        else:
+            np.testing.assert_array_equal(x, before[name], err_msg=name)
+    good, _ = compiled(case.state, case.batch)
+    chex.assert_trees_all_close(good, case.after[0][0], rtol=1e-6, atol=1e-7)
 
 
 def test_the_loss_falls_on_a_repeated_batch(case):

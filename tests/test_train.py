@@ -24,6 +24,7 @@ from vhajax import (
     config,
     experiment,
     fold,
+    hardware,
     inference,
     loop,
     runs,
@@ -397,6 +398,87 @@ def rows_of(what: config.Experiment, number: int) -> list[int]:
         folder, batch_size=data.batch_size, seed=data.seed, num_steps=number, start_step=number - 1
     )
     return [everything.index(tokens.tobytes()) for tokens in next(batches)["tokens"]]
+
+
+def spoil(monkeypatch, *steps: int) -> None:
+    """Batches of these steps have NaN for weights."""
+    batches = loop.Loop._batches
+
+    def spoilt(self):
+        for done, batch in enumerate(batches(self), self.start + 1):
+            bad = {"weights": batch["weights"] * np.nan} if done in steps else {}
+            yield {**batch, **bad}
+
+    monkeypatch.setattr(loop.Loop, "_batches", spoilt)
+
+
+@pytest.mark.parametrize("name", ["gqa", "vha"])
+def test_a_bad_step_is_skipped_counted_and_goes_into_the_log(name, request, tmp_path, monkeypatch):
+    what = changed(request.getfixturevalue(name), {"train.skip_bad_steps": 2})
+    whole = request.getfixturevalue(f"{name}_run")
+    run = tmp_path / "run"
+    spoil(monkeypatch, 2, 4)
+    assert interrupted(3, what, run).step == 3  # the count outlives an interruption
+    assert train.train(what, run).finished
+    assert [(r["step"], r["skipped"]) for r in rows(run) if "skipped" in r] == [(2, 1), (4, 2)]
+    logged = {r["step"]: r for r in rows(run) if "learning_rate" in r}
+    assert {n for n, row in logged.items() if "loss" in row} == {1, 3, 5, 6}
+    rates = [r["learning_rate"] for r in rows(whole) if "loss" in r]
+    assert [row["learning_rate"] for row in logged.values()] == rates  # of the step, skipped or not
+    assert all(math.isfinite(x) for row in rows(run) for x in row.values())
+    first, second = stored(run, 4), stored(run, 2)
+    assert all(np.isfinite(x).all() for x in (*first.values(), *second.values()))
+    assert any((first[n] != second[n]).any() for n in first)
+
+
+def test_one_bad_step_too_many_ends_the_run(gqa, tmp_path, monkeypatch):
+    run, what = tmp_path / "run", changed(gqa, {"train.skip_bad_steps": 1})
+    spoil(monkeypatch, 3, 5)
+    with pytest.raises(UserError) as caught:
+        train.train(what, run)
+    numbers = ", ".join(map(str, rows_of(gqa, 5)))
+    assert str(caught.value) == (
+        "The loss is nan and the gradient's norm nan at step 5, whose batch is rows "
+        f"{numbers} of {gqa.data.path}; the last good checkpoint is 4 of {run}: go on from there "
+        "with a lower rate in a run of its own (--init-from), or allow more than 1 such steps with "
+        "--skip-bad-steps."
+    )
+    assert checkpoint.steps(run) == [2, 4]
+
+
+def test_a_bad_step_between_two_log_lines_is_found_at_once(gqa, tmp_path, monkeypatch):
+    run, what = tmp_path / "run", changed(gqa, {"train.log_every": 6, "train.eval_every": 0})
+    spoil(monkeypatch, 3)
+    with pytest.raises(UserError, match="at step 3, whose batch is rows"):
+        train.train(what, run)
+    assert checkpoint.steps(run) == [2]
+
+
+# What else is written.
+
+
+def test_a_profile_of_two_steps(gqa, tmp_path):
+    train.train(changed(gqa, {"train.steps": 3}), tmp_path / "run", profile=(2, 3))
+    (trace,) = (tmp_path / "run/profile").rglob("*.xplane.pb")
+    assert b"train_step" in trace.read_bytes()
+
+
+def test_mfu_is_the_models_flops_over_the_peak_of_all_devices(gqa, monkeypatch):
+    """2 · (projections + FFN + logits + scores), three times, by hand."""
+    peak = dataclasses.replace(hardware.ACCELERATORS["v5e"], peak=1e9)
+    monkeypatch.setattr(hardware, "find", lambda _: peak)
+    D, F, V, L, N, K, H = 32, 48, 384, 2, 4, 2, 8
+    matrices = L * (D * H * (2 * N + 2 * K) + 3 * D * F) + V * D
+    scores = L * N * 2 * H * tiny.T / 2
+    flops = 3 * 2 * tiny.BATCH * tiny.T * (matrices + scores)
+    speed = loop.Speed(gqa, sharding.make_mesh(Mesh(data=2)))
+    speed.begin(4)
+    time.sleep(0.02)
+    values = speed.lap(8)
+    seconds = values["data_seconds"] + values["compute_seconds"]
+    assert values["mfu"] == pytest.approx(flops / seconds / 2e9, rel=1e-6)
+    assert values["tokens_per_second"] == pytest.approx(tiny.BATCH * tiny.T / seconds)
+    assert speed.lap(8) == {}
 
 
 # Starting from another run's weights.

@@ -12,9 +12,8 @@ import hashlib
 import importlib.metadata
 import json
 import sys
-import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +113,8 @@ class Checkpointer:
             self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=ITEMS)
         except OSError as error:
             raise UserError(f"{run} cannot be written ({error}); choose another folder.") from error
+        self._quiet = contextlib.ExitStack()
+        self._quiet.enter_context(_closed_loops_are_no_news())
 
     def save(self, state: TrainState, *, weights_only: bool = False) -> None:
         """Starts a save of the state; one of the same step that is already there stays.
@@ -145,14 +146,25 @@ class Checkpointer:
             (path,) = self.folder.glob(f"{self._started}{TEMPORARY}*")
             _seal(path)
 
+    def check(self) -> None:
+        """Waits for nothing.
+
+        Raises:
+          UserError: a save has failed.
+        """
+        self._do(self._manager.check_for_errors)
+
     def wait(self) -> None:
         """Waits for a save under way.
 
         Raises:
           UserError: it failed.
         """
+        self._do(self._manager.wait_until_finished)
+
+    def _do(self, what: Callable[[], None]) -> None:
         try:
-            self._manager.wait_until_finished()
+            what()
         except (OSError, ValueError, RuntimeError, UserError) as error:
             raise _failed(self.run, error) from error
 
@@ -162,10 +174,11 @@ class Checkpointer:
         Raises:
           UserError: a save failed.
         """
-        try:
-            self.wait()
-        finally:
-            self._manager.close()
+        with self._quiet:
+            try:
+                self.wait()
+            finally:
+                self._manager.close()
 
     def _meta(self, step: int, weights_only: bool) -> dict[str, Any]:
         tokenizer = (self.run / runs.TOKENIZER).read_bytes()
@@ -287,6 +300,17 @@ def _restore(run: Path, step: int, item: str, args: Any) -> Any:
 @contextlib.contextmanager
 def _reading(run: Path, step: int) -> Iterator[None]:
     """Turns whatever Orbax and TensorStore raise for a broken file into one sentence."""
+    with _closed_loops_are_no_news():
+        try:
+            yield
+        except Exception as error:
+            raise _corrupt(run, step, error) from error
+
+
+@contextlib.contextmanager
+def _closed_loops_are_no_news() -> Iterator[None]:
+    """After a failure, what is still being read or written finds Orbax's event loop closed, and
+    says so at length, at any time: so the filter stays, then."""
     before = sys.unraisablehook
 
     def hook(what: Any) -> None:
@@ -294,13 +318,8 @@ def _reading(run: Path, step: int) -> Iterator[None]:
             before(what)
 
     sys.unraisablehook = hook
-    try:
-        yield
-    except Exception as error:
-        time.sleep(0.2)  # the reads still under way find Orbax's event loop closed, and say so
-        raise _corrupt(run, step, error) from error
-    finally:
-        sys.unraisablehook = before
+    yield
+    sys.unraisablehook = before
 
 
 def _item(run: Path, step: int, item: str) -> Path:

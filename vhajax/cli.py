@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def guarded(run: Callable[[], int]) -> int:
     """Runs something and turns what a person can fix into one sentence and an exit status."""
-    # Orbax and Grain warn of nothing that a person could act on.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # Orbax and Grain warn of nothing that a person could act on; errors reach us as exceptions.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     warnings.formatwarning = lambda message, *_, **__: f"vhajax: warning: {message}\n"
     spare_the_search()
     try:
@@ -74,7 +74,7 @@ def guarded(run: Callable[[], int]) -> int:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone, as in `| head`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        return 0
+        return 141  # as a shell sees SIGPIPE
 
 
 def spare_the_search(devices: Path = Path("/dev")) -> None:

@@ -100,9 +100,11 @@ class Loop:
                     for done in self._steps(state):
                         state = done  # the one before was donated
                     heldout = self._evaluate(state, rows=0)
-            finally:
-                self.peers.beat("writing its last checkpoint", patience=SAVING)
-                self.saver.finish()
+            except BaseException:
+                if self.peers.count == 1:  # else it would wait for the others, who know nothing yet
+                    self._finish()
+                raise
+            self._finish()
         if self.peers.index == 0:
             metrics.plot(self.path)
         loss, speed = self.values["loss"], self.speed.median
@@ -200,6 +202,7 @@ class Loop:
         )
 
     def _log(self, done: int) -> None:
+        self.saver.check()
         values = self.values | self.speed.lap(done) | metrics.memory()
         self.log.write(done, **{n: x for n, x in values.items() if math.isfinite(x)})
         loss, speed = self.values["loss"], self.speed.median
@@ -209,6 +212,10 @@ class Loop:
         with self.speed.clock.part("checkpoint"):
             self.peers.beat(f"saving step {done}", patience=SAVING)
             self.saver.save(state)
+
+    def _finish(self) -> None:
+        self.peers.beat("writing its last checkpoint", patience=SAVING)
+        self.saver.finish()
 
     def _evaluate(self, state: step.TrainState, rows: int) -> Evaluation:
         """Raises StopAsked where somebody does."""

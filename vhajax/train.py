@@ -52,10 +52,12 @@ def _train(
     folder, manifest = open_data(experiment)
     tokenizer = load_tokenizer(folder / TOKENIZER, manifest.eos, manifest.bos)
     mesh = sharding.make_mesh(experiment.mesh)
+    if init_from is not None:
+        check_init(experiment, init_from, folder / TOKENIZER)
     peers.agree(_identity(experiment, folder, init_from))
     start = 0
     if peers.index == 0:
-        start = _check(experiment, run, folder, init_from)
+        start = _first_step(experiment, run, init_from)
         for sentence in checkpoint.set_torn_aside(run):
             print(f"vhajax: warning: {sentence}", file=sys.stderr)
         runs.create(run, experiment, folder / TOKENIZER)
@@ -82,7 +84,7 @@ def _identity(experiment: config.Experiment, folder: Path, init_from: Path | Non
     } | {name: str(value) for name, value in runs.flatten(experiment).items()}
 
 
-def _check(experiment: config.Experiment, run: Path, folder: Path, init_from: Path | None) -> int:
+def _first_step(experiment: config.Experiment, run: Path, init_from: Path | None) -> int:
     """The step to go on from, if nothing stands against it."""
     there = checkpoint.steps(run)
     if init_from is not None and there:
@@ -96,8 +98,6 @@ def _check(experiment: config.Experiment, run: Path, folder: Path, init_from: Pa
             f"The run {run} is at step {start}, past train.steps = {experiment.train.steps}; "
             "raise it to go on."
         )
-    if init_from is not None:
-        check_init(experiment, init_from, folder / TOKENIZER)
     return start
 
 
