@@ -42,7 +42,8 @@ step = int(os.environ.get("TEST_STEP", -1))
 def settle(self, upto):
     after(self, upto)
     time.sleep(float(os.environ.get("TEST_SLEEP", 0)))
-    if upto == step and self.start == 0 and str(self.peers.index) == os.environ.pop("TEST_PROCESS", ""):
+    mine = str(self.peers.index) == os.environ.get("TEST_PROCESS")
+    if upto == step and self.start == 0 and mine and os.environ.pop("TEST_STEP", ""):
         os.kill(os.getpid(), int(os.environ["TEST_SIGNAL"]))
 
 loop.Loop._settle = settle
@@ -314,10 +315,10 @@ def start_launcher(file: Path, folder: Path, *args: str, **settings: str) -> sub
     cache = {name.upper(): str(value) for name, value in tiny.CACHE_SETTINGS.items()}
     steps = {"TEST_STEP": "6", "TEST_PROCESS": "1"} if "TEST_SIGNAL" in settings else {}
     flags = ["--processes", "2", "--devices-per-process", "2", "--log-dir", str(folder / "logs")]
-    command = ["train", str(file), "--run-dir", str(folder / "run"), "--json"]
+    vhajax = [sys.executable, "-m", "vhajax.cli"]
+    command = [*vhajax, "train", str(file), "--run-dir", str(folder / "run"), "--json"]
     return subprocess.Popen(
-        [sys.executable, launcher, *flags, *args, "--", sys.executable, "-m", "vhajax.cli"]
-        + command,
+        [sys.executable, launcher, *flags, *args, "--", *command],
         env={**os.environ, **cache, **steps, **settings},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

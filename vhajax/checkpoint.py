@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,18 +21,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from vhajax import config, runs
 from vhajax.errors import UserError
 from vhajax.step import TrainState
 
 FORMAT_VERSION = 2
-ITEMS = ("params", "opt_state", "meta")
 SEAL = "files.json"
 LATER = "_CHECKPOINT_METADATA"
 """Orbax writes it once more when it renames the folder."""
 TEMPORARY = ".orbax-checkpoint-tmp"
+OLD = ".old"
+"""Of complete ones, about to be removed."""
+
+
+def _is_main() -> bool:
+    return jax.process_index() == 0
 
 
 def steps(run: Path) -> list[int]:
@@ -76,8 +81,8 @@ def _seal(path: Path) -> None:
 def set_torn_aside(run: Path) -> list[str]:
     """Renames what is no checkpoint to N.torn, and says so in a sentence each.
 
-    Orbax counts numbered folders: it would refuse to save that step, and drop whole checkpoints to
-    keep torn ones. It also deletes temporary folders of the step that it saves.
+    Orbax would refuse to save a step whose folder is there, and deletes temporary folders of the
+    step that it saves.
     """
     told = []
     for path, flaw in torn(run).items():
@@ -94,25 +99,26 @@ class Checkpointer:
     """Writes a run's checkpoints in the background.
 
     The last `keep` stay, and those at multiples of `every` (0: no others). Torn ones must have been
-    set aside.
+    set aside. Orbax's CheckpointManager is not used: it counts what is no checkpoint, and where a
+    write fails on one host it waits for the others before it says so.
     """
 
     def __init__(self, run: Path, experiment: config.Experiment, keep: int, every: int = 0):
-        self.run, self.experiment = run, experiment
+        self.run, self.experiment, self._keep, self._every = run, experiment, keep, every
         self.folder = (run / runs.CHECKPOINTS).resolve()
-        self._started = -1  # the last step whose save began; it may not be on disk yet
-        self._there = set(steps(run))
-        policies: list[Any] = [preservation_policy.LatestN(keep)]
-        policies += [preservation_policy.EveryNSteps(every)] if every else []
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
-            create=True,
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._complete),
-        )
+        self._there = steps(run)
+        self._started: int | None = None  # may not be on disk yet
         try:
-            self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=ITEMS)
+            if _is_main():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for path in self.folder.glob(f"*{OLD}"):
+                    shutil.rmtree(path)
         except OSError as error:
             raise UserError(f"{run} cannot be written ({error}); choose another folder.") from error
+        self._writer = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(),
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._complete),
+        )
         self._quiet = contextlib.ExitStack()
         self._quiet.enter_context(_closed_loops_are_no_news())
 
@@ -133,16 +139,12 @@ class Checkpointer:
         }
         if not weights_only:
             items["opt_state"] = ocp.args.StandardSave(named_leaves(state.opt_state))
-        try:
-            started = self._manager.save(step, args=ocp.args.Composite(**items), force=True)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise _failed(self.run, error) from error
-        if not started:
-            raise UserError(f"The checkpoint of step {step} in {self.run} was refused by Orbax.")
+        args = ocp.args.Composite(**items)
+        self._do(lambda: self._writer.save(self.folder / str(step), args=args))
 
     def _complete(self) -> None:
         """Called when all hosts have written, before the temporary folder gets its name."""
-        if jax.process_index() == 0:
+        if _is_main():
             (path,) = self.folder.glob(f"{self._started}{TEMPORARY}*")
             _seal(path)
 
@@ -152,15 +154,28 @@ class Checkpointer:
         Raises:
           UserError: a save has failed.
         """
-        self._do(self._manager.check_for_errors)
+        self._do(self._writer.check_for_errors)
 
     def wait(self) -> None:
-        """Waits for a save under way.
+        """Waits for a save under way, then removes what need not stay.
 
         Raises:
           UserError: it failed.
         """
-        self._do(self._manager.wait_until_finished)
+        self._do(self._writer.wait_until_finished)
+        if self._started is not None:
+            self._there.append(self._started)
+            self._started = None
+            self._do(self._prune)
+
+    def _prune(self) -> None:
+        last = self._there[-self._keep :]
+        stay = [n for n in self._there if n in last or (self._every and n % self._every == 0)]
+        for step in set(self._there) - set(stay) if _is_main() else ():
+            old = self.folder / f"{step}{OLD}"
+            (self.folder / str(step)).rename(old)  # at once, so that it is never half there
+            shutil.rmtree(old)
+        self._there = stay
 
     def _do(self, what: Callable[[], None]) -> None:
         try:
@@ -178,7 +193,7 @@ class Checkpointer:
             try:
                 self.wait()
             finally:
-                self._manager.close()
+                self._writer.close()
 
     def _meta(self, step: int, weights_only: bool) -> dict[str, Any]:
         tokenizer = (self.run / runs.TOKENIZER).read_bytes()
