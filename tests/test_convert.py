@@ -1,7 +1,6 @@
 """Conversions: each map against NumPy written apart, what calibration gains, the command line."""
 
 import dataclasses
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -23,11 +22,10 @@ from vhajax import (
     low_rank,
     merge,
     runs,
-    train,
     transformer,
 )
 from vhajax.config import GQA, LRKV, MFA, MLA, VHA
-from vhajax.errors import UserError
+from vhajax.errors import PREEMPTED, UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:the mesh uses:UserWarning")
 
@@ -467,10 +465,8 @@ def init_from(run: Path, out: Path, *more: str) -> int:
 @pytest.mark.parametrize("name", ["fold", "text", "low", "mha"])
 def test_a_converted_run_starts_another(name, converted, tmp_path, capsys, monkeypatch):
     _, out = converted(name, capsys)
-    result = train.Result(0, math.nan, train.Evaluation(math.nan, 0, 0), math.nan, False)
-    begun = []
-    monkeypatch.setattr(train._Loop, "run", lambda _, *start: begun.append(start) or result)
-    assert init_from(out, tmp_path / "run") == cli.INTERRUPTED
+    begun = tiny.only_starts(monkeypatch)
+    assert init_from(out, tmp_path / "run") == PREEMPTED
     ((state, start),) = begun
     assert start == 0
     for path, weight in fold.read_model(out)[1].items():

@@ -35,7 +35,7 @@ from vhajax import (
 )
 from vhajax.config import GQA, Mesh
 from vhajax.data import Rows, train_batches
-from vhajax.errors import PREEMPTED, UserError
+from vhajax.errors import UserError
 from vhajax.manifest import load_manifest
 from vhajax.prepare import is_heldout
 from vhajax.tokenizer import load_tokenizer
@@ -486,13 +486,7 @@ def test_mfu_is_the_models_flops_over_the_peak_of_all_devices(gqa, monkeypatch):
 
 @pytest.fixture
 def start_only(monkeypatch) -> list[tuple[step.TrainState, int]]:
-    """Training ends before its first step; what it would have begun with."""
-    seen: list[tuple[step.TrainState, int]] = []
-    result = loop.Result(0, math.nan, loop.UNFINISHED, math.nan, PREEMPTED)
-    monkeypatch.setattr(
-        loop.Loop, "run", lambda self, state: seen.append((state, self.start)) or result
-    )
-    return seen
+    return tiny.only_starts(monkeypatch)
 
 
 def test_init_from_takes_the_weights_and_nothing_else(vha, vha_run, tmp_path, start_only):

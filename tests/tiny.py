@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -173,6 +174,19 @@ def after_step(monkeypatch, step: int, action) -> None:
             action()
 
     monkeypatch.setattr(metrics.MetricsLog, "write", write_and_act)
+
+
+def only_starts(monkeypatch) -> list[tuple[Any, int]]:
+    """Training ends before its first step, as after SIGTERM; what it would have begun with."""
+    from vhajax import loop
+    from vhajax.errors import PREEMPTED
+
+    seen: list[tuple[Any, int]] = []
+    result = loop.Result(0, math.nan, loop.UNFINISHED, math.nan, PREEMPTED)
+    monkeypatch.setattr(
+        loop.Loop, "run", lambda self, state: seen.append((state, self.start)) or result
+    )
+    return seen
 
 
 def run_json(capsys, *args: str) -> dict:
