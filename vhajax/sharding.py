@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,43 +77,117 @@ def reshard(x: jax.Array, names: Names) -> jax.Array:
     return x if _mesh() is None else jax.reshard(x, resolve(names, x.shape))
 
 
+class Whole(NamedTuple):
+    """A weight gathered along `data`, beside what it was gathered from, which gets its gradient.
+
+    A gradient of `array` would be summed to a whole copy on every device (an all-reduce) before it
+    is cut to size; for `stored` it is reduce-scattered, half the bytes.
+
+    array: a jax.Array in compute dtype; None in a gradient, as none goes through it.
+    stored: laid out over `data`.
+    """
+
+    array: Any
+    stored: jax.Array
+
+    def astype(self, dtype: Any) -> "Whole":
+        return Whole(self.array.astype(dtype), self.stored)
+
+
 def einsum(
-    equation: str, x: jax.Array, w: jax.Array, *, out: Names, precision: Any = None
+    equation: str, x: jax.Array, w: jax.Array | Whole, *, out: Names, precision: Any = None
 ) -> jax.Array:
     """`jnp.einsum` of two operands whose result lies as `out` says (one name a letter).
 
     precision: by default float32 operands are multiplied as such, where a TPU would take bfloat16.
     """
-    if precision is None and x.dtype == w.dtype == jnp.float32:
+    array, stored = w if isinstance(w, Whole) else (w, None)
+    if precision is None and x.dtype == array.dtype == jnp.float32:
         precision = jax.lax.Precision.HIGHEST
     sharding = None
     if _mesh() is not None:
         left, right, result = re.split(",|->", equation)
-        sizes = dict(zip(left + right, x.shape + w.shape, strict=True))
+        sizes = dict(zip(left + right, x.shape + array.shape, strict=True))
         sharding = resolve(out, [sizes[letter] for letter in result])
     # Named for `transformer.POLICIES`: they cannot see a product inside a custom derivative.
-    return checkpoint_name(_einsum(equation, x, w, sharding, precision), "product")
+    place = None if stored is None else (_placed(stored), stored.dtype)
+    return checkpoint_name(
+        _einsum(equation, x, array, stored, sharding, precision, place), "product"
+    )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
-def _einsum(equation: str, x: Any, w: Any, sharding: Any, precision: Any) -> jax.Array:
-    """JAX's own gradient of w is (dyᵀ x)ᵀ; xᵀ dy saves XLA:CPU transposes, a third of an FFN."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4, 5, 6))
+def _einsum(
+    equation: str, x: Any, w: Any, stored: Any, sharding: Any, precision: Any, place: Any
+) -> jax.Array:
+    """JAX's own gradient of w is (dyᵀ x)ᵀ; xᵀ dy saves XLA:CPU transposes, a third of an FFN.
+
+    stored, place: what w was gathered from, if anything, and its layout and dtype.
+    """
+    del stored, place
     return jnp.einsum(equation, x, w, out_sharding=sharding, precision=precision)
 
 
-def _einsum_forward(equation: str, x: Any, w: Any, sharding: Any, precision: Any):
-    return _einsum(equation, x, w, sharding, precision), (x, w)
+def _einsum_forward(equation: str, x: Any, w: Any, stored: Any, sharding: Any, precision: Any, _):
+    return _einsum(equation, x, w, stored, sharding, precision, None), (x, w)
 
 
-def _einsum_backward(equation: str, _: Any, precision: Any, operands: Any, dy: jax.Array):
+def _einsum_backward(equation: str, _: Any, precision: Any, place: Any, operands: Any, dy: Any):
     x, w = operands
     left, right, result = re.split(",|->", equation)
-    dx = _einsum(f"{result},{right}->{left}", dy, w, _placed(x), precision)
-    dw = _einsum(f"{left},{result}->{right}", x, dy, _placed(w), precision)
-    return dx, dw
+    flipped = f"{left},{result}->{right}"
+    dx = _einsum(f"{result},{right}->{left}", dy, w, None, _placed(x), precision, None)
+    if place is None:
+        return dx, _einsum(flipped, x, dy, None, _placed(w), precision, None), None
+    spec, dtype = place
+    of_w = dict(zip(right, _placed(w) or (), strict=True))
+    lies = [
+        [of_w.get(letter, axis) for letter, axis in zip(letters, _placed(a) or (), strict=True)]
+        for letters, a in ((left, x), (result, dy))
+    ]
+    product = functools.partial(jnp.einsum, flipped, precision=precision)
+    return dx, None, reduce_scattered(product, lies, spec)(x, dy).astype(dtype)
 
 
 _einsum.defvjp(_einsum_forward, _einsum_backward)
+
+
+def reduce_scattered(
+    function: Callable, in_names: Sequence[Names], names: Names
+) -> Callable[..., jax.Array]:
+    """`function` on each device's shards, its results summed over tokens and laid out as `names`.
+
+    Not differentiable.
+    """
+    dimension = list(names).index("data")
+
+    def run(*args: jax.Array) -> jax.Array:
+        return reduce_scatter(function(*args), dimension)
+
+    return local(run, in_names, names, differentiable=False)
+
+
+def reduce_scatter(partial: jax.Array, dimension: int) -> jax.Array:
+    """Inside `local`: the sum over tokens' devices, each keeping its part of a dimension."""
+    total = jax.lax.psum(partial, "context")
+    for groups in phases(jax.lax.axis_size("data"), platform()):
+        total = jax.lax.psum_scatter(
+            total, "data", scatter_dimension=dimension, axis_index_groups=groups, tiled=True
+        )
+    return total
+
+
+def phases(size: int, platform: str) -> list[list[list[int]] | None]:
+    """Groups of devices along `data` for one reduce-scatter after the other, which make up one.
+
+    XLA:TPU turns a reduce-scatter over a whole square torus (4×4, 8×8, 16×16) into an all-reduce,
+    twice the bytes, but neither one over its columns nor one over its rows.
+    """
+    side = math.isqrt(size)
+    if platform != "tpu" or side * side != size or side < 4:
+        return [None]
+    rows = [[row * side + column for column in range(side)] for row in range(side)]
+    return [[list(column) for column in zip(*rows, strict=True)], rows]
 
 
 def _placed(x: jax.Array) -> PartitionSpec | None:
@@ -200,8 +274,24 @@ def weight(
 
 def gathered(param: nnx.Param, dtype: Any) -> jax.Array:
     """The weight in compute dtype, whole along `data`: FSDP's all-gather, after the cast."""
-    names = [None if name == "data" else name for name in param.get_metadata("names")]
-    return reshard(param.get_value().astype(dtype), names)
+    return _whole_along_data(param.get_value(), param.get_metadata("names"), dtype)
+
+
+def operand(param: nnx.Param, dtype: Any) -> jax.Array | Whole:
+    """The same for `einsum`, `layers.embed` and `loss.cross_entropy`: see `gather`."""
+    return gather(param.get_value(), param.get_metadata("names"), dtype)
+
+
+def gather(x: jax.Array, names: Names, dtype: Any) -> jax.Array | Whole:
+    """A weight that lies as `names` say, whole along `data`, its gradient reduce-scattered."""
+    whole = _whole_along_data(x, names, dtype)
+    if _mesh() is None or "data" not in resolve(names, x.shape):
+        return whole
+    return Whole(jax.lax.stop_gradient(whole), x)
+
+
+def _whole_along_data(x: jax.Array, names: Names, dtype: Any) -> jax.Array:
+    return reshard(x.astype(dtype), [None if name == "data" else name for name in names])
 
 
 def placement(param: nnx.Param, shape: Sequence[int]) -> PartitionSpec:

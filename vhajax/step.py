@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from vhajax import config, optim, transformer
 from vhajax.layers import compute_dtype
 from vhajax.loss import cross_entropy
-from vhajax.sharding import gathered, reshard, shardings, with_arrays
+from vhajax.sharding import operand, reshard, shardings, with_arrays
 
 Batch = Mapping[str, Any]
 """tokens, targets, positions, segments [B, T] int32 and weights [B, T] float32."""
@@ -39,7 +39,7 @@ def sums(
     x = transformer.hidden(
         model, batch["tokens"], batch["positions"], batch["segments"], remat=cfg.remat
     )
-    table = gathered(model.output_table, compute_dtype(model.cfg))
+    table = operand(model.output_table, compute_dtype(model.cfg))
     with jax.named_scope("loss"):
         return cross_entropy(
             x,
