@@ -170,11 +170,16 @@ def reduce_scattered(
 def reduce_scatter(partial: jax.Array, dimension: int) -> jax.Array:
     """Inside `local`: the sum over tokens' devices, each keeping its part of a dimension."""
     total = jax.lax.psum(partial, "context")
-    for groups in phases(jax.lax.axis_size("data"), platform()):
-        total = jax.lax.psum_scatter(
-            total, "data", scatter_dimension=dimension, axis_index_groups=groups, tiled=True
-        )
-    return total
+    count = jax.lax.axis_size("data")
+    rounds = phases(count, platform())
+    # Parts in front, where XLA:TPU cuts between whole tiles; elsewhere it may sum all of it first.
+    before, size, after = total.shape[:dimension], total.shape[dimension], total.shape[dimension + 1 :]
+    parts = jnp.moveaxis(total.reshape(*before, count, size // count, *after), dimension, 0)
+    for groups in rounds:
+        each = count if groups is None else len(groups[0])
+        parts = parts.reshape(each, -1, *parts.shape[1:])
+        parts = jax.lax.psum_scatter(parts, "data", axis_index_groups=groups)
+    return parts[0]
 
 
 def phases(size: int, platform: str) -> list[list[list[int]] | None]:
@@ -284,10 +289,16 @@ def operand(param: nnx.Param, dtype: Any) -> jax.Array | Whole:
 
 def gather(x: jax.Array, names: Names, dtype: Any) -> jax.Array | Whole:
     """A weight that lies as `names` say, whole along `data`, its gradient reduce-scattered."""
-    whole = _whole_along_data(x, names, dtype)
-    if _mesh() is None or "data" not in resolve(names, x.shape):
-        return whole
-    return Whole(jax.lax.stop_gradient(whole), x)
+    if _mesh() is None or "data" not in (spec := resolve(names, x.shape)):
+        return _whole_along_data(x, names, dtype)
+    dimension = spec.index("data")
+
+    def run(shard: jax.Array) -> jax.Array:
+        parts = jnp.moveaxis(jax.lax.all_gather(shard.astype(dtype), "data"), 0, dimension)
+        return parts.reshape(*shard.shape[:dimension], -1, *shard.shape[dimension + 1 :])
+
+    out = tuple(None if axis == "data" else axis for axis in spec)
+    return Whole(local(run, [spec], out, differentiable=False)(jax.lax.stop_gradient(x)), x)
 
 
 def _whole_along_data(x: jax.Array, names: Names, dtype: Any) -> jax.Array:
