@@ -23,17 +23,20 @@ from vhajax import config
 from vhajax.errors import UserError
 
 AXES = ("data", "context", "model")
+SUMMED_DEVICES, SUMMED_BYTES = 64, 2**24  # see `phases`
 Names = Sequence[str | None]
 Group = Literal["matrix", "embedding", "unembedding", "vector"]
 
 
-def make_mesh(mesh: config.Mesh) -> jax.sharding.Mesh:
+def make_mesh(mesh: config.Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
     """The device mesh of a configuration, with Explicit axes.
 
+    devices: this machine's by default.
     Raises:
       UserError: more devices asked for than there are.
     """
-    wanted, available = math.prod(mesh.shape), len(jax.devices())
+    found = jax.devices() if devices is None else devices
+    wanted, available = math.prod(mesh.shape), len(found)
     if wanted > available:
         raise UserError(
             f"mesh {mesh.data} × {mesh.context} × {mesh.model} (data × context × model) needs "
@@ -41,7 +44,7 @@ def make_mesh(mesh: config.Mesh) -> jax.sharding.Mesh:
         )
     if wanted < available:
         warnings.warn(f"the mesh uses {wanted} of {available} devices", stacklevel=2)
-    return jax.make_mesh(mesh.shape, AXES, (AxisType.Explicit,) * 3, devices=jax.devices()[:wanted])
+    return jax.make_mesh(mesh.shape, AXES, (AxisType.Explicit,) * 3, devices=found[:wanted])
 
 
 def _mesh() -> Any:
@@ -173,7 +176,11 @@ def reduce_scatter(partial: jax.Array, dimension: int) -> jax.Array:
     count = jax.lax.axis_size("data")
     rounds = phases(count, platform())
     # Parts in front, where XLA:TPU cuts between whole tiles; elsewhere it may sum all of it first.
-    before, size, after = total.shape[:dimension], total.shape[dimension], total.shape[dimension + 1 :]
+    before, size, after = (
+        total.shape[:dimension],
+        total.shape[dimension],
+        total.shape[dimension + 1 :],
+    )
     parts = jnp.moveaxis(total.reshape(*before, count, size // count, *after), dimension, 0)
     for groups in rounds:
         each = count if groups is None else len(groups[0])
@@ -182,11 +189,23 @@ def reduce_scatter(partial: jax.Array, dimension: int) -> jax.Array:
     return parts[0]
 
 
+def all_gather(shard: jax.Array, dimension: int) -> jax.Array:
+    """Inside `local`: the parts of a dimension that devices along `data` hold, put together."""
+    count = jax.lax.axis_size("data")
+    small = count * shard.size * shard.dtype.itemsize <= SUMMED_BYTES and count >= SUMMED_DEVICES
+    parts = shard
+    for groups in reversed(phases(count, platform())) if small else (None,):
+        parts = jax.lax.all_gather(parts, "data", axis_index_groups=groups)
+    parts = jnp.moveaxis(parts.reshape(count, *shard.shape), 0, dimension)
+    return parts.reshape(*shard.shape[:dimension], -1, *shard.shape[dimension + 1 :])
+
+
 def phases(size: int, platform: str) -> list[list[list[int]] | None]:
     """Groups of devices along `data` for one reduce-scatter after the other, which make up one.
 
     XLA:TPU turns a reduce-scatter over a whole square torus (4×4, 8×8, 16×16) into an all-reduce,
-    twice the bytes, but neither one over its columns nor one over its rows.
+    twice the bytes, but neither one over its columns nor one over its rows. So it does with an
+    all-gather over SUMMED_DEVICES or more of up to SUMMED_BYTES (libtpu 0.0.50).
     """
     side = math.isqrt(size)
     if platform != "tpu" or side * side != size or side < 4:
@@ -289,13 +308,13 @@ def operand(param: nnx.Param, dtype: Any) -> jax.Array | Whole:
 
 def gather(x: jax.Array, names: Names, dtype: Any) -> jax.Array | Whole:
     """A weight that lies as `names` say, whole along `data`, its gradient reduce-scattered."""
-    if _mesh() is None or "data" not in (spec := resolve(names, x.shape)):
+    mesh, spec = _mesh(), resolve(names, x.shape)
+    if mesh is None or mesh.shape["data"] == 1 or "data" not in spec:
         return _whole_along_data(x, names, dtype)
     dimension = spec.index("data")
 
     def run(shard: jax.Array) -> jax.Array:
-        parts = jnp.moveaxis(jax.lax.all_gather(shard.astype(dtype), "data"), 0, dimension)
-        return parts.reshape(*shard.shape[:dimension], -1, *shard.shape[dimension + 1 :])
+        return all_gather(shard.astype(dtype), dimension)
 
     out = tuple(None if axis == "data" else axis for axis in spec)
     return Whole(local(run, [spec], out, differentiable=False)(jax.lax.stop_gradient(x)), x)

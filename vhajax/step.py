@@ -33,12 +33,14 @@ class TrainState:
 
 
 def sums(
-    model: transformer.Transformer, batch: Batch, cfg: config.Train
+    model: transformer.Transformer, batch: Batch, cfg: config.Train, unroll: int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """Objective (with z-loss) and cross-entropy of a batch, each summed over scored tokens."""
-    x = transformer.hidden(
-        model, batch["tokens"], batch["positions"], batch["segments"], remat=cfg.remat
-    )
+    """Objective (with z-loss) and cross-entropy of a batch, each summed over scored tokens.
+
+    unroll: see `transformer.hidden`.
+    """
+    inputs = (batch["tokens"], batch["positions"], batch["segments"])
+    x = transformer.hidden(model, *inputs, remat=cfg.remat, unroll=unroll)
     table = operand(model.output_table, compute_dtype(model.cfg))
     with jax.named_scope("loss"):
         return cross_entropy(
@@ -69,22 +71,28 @@ def fresh_state(experiment: config.Experiment, params: dict[str, jax.Array]) -> 
     return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
 
 
+def make_loss(experiment: config.Experiment, unroll: int = 0) -> Callable:
+    """(params, batch, scored tokens of the whole step) → objective and cross-entropy."""
+    template = transformer.abstract(experiment.model)
+
+    def loss(params: dict[str, jax.Array], batch: Batch, scored: jax.Array):
+        objective, nll = sums(with_arrays(template, params), batch, experiment.train, unroll)
+        return objective / scored, nll / scored
+
+    return loss
+
+
 def make_train_step(
-    experiment: config.Experiment,
+    experiment: config.Experiment, unroll: int = 0
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """The step of an experiment: pure, not yet jitted.
 
     Metrics are float32 scalars: `loss` (mean nats per scored token, without z-loss), `tokens`
     (scored), `grad_norm` (before clipping) and `learning_rate` (multiple of the peak).
     """
-    template = transformer.abstract(experiment.model)
-    tx = optimizer(experiment)
+    loss, tx = make_loss(experiment, unroll), optimizer(experiment)
     multiple = optim.schedule(experiment.optim, experiment.train.steps)
     accum = experiment.train.grad_accum
-
-    def loss(params: dict[str, jax.Array], batch: Batch, scored: jax.Array):
-        objective, nll = sums(with_arrays(template, params), batch, experiment.train)
-        return objective / scored, nll / scored
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         # Every micro-batch is divided by the whole step's scored tokens: a mean of means would
@@ -98,10 +106,11 @@ def make_train_step(
         with jax.named_scope("optimizer"):
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
+            norm = optax.tree.norm(grads)  # what clipping computes too
         metrics = {
             "loss": nll,
             "tokens": scored,
-            "grad_norm": optax.tree.norm(grads),
+            "grad_norm": norm,
             "learning_rate": multiple(state.step),
         }
         return TrainState(params, opt_state, state.step + 1), metrics
@@ -140,6 +149,26 @@ def state_shardings(experiment: config.Experiment, mesh: jax.sharding.Mesh) -> T
     place = lambda path, _: where.get(getattr(path[-1], "key", ""), everywhere)  # noqa: E731
     opt = jax.tree_util.tree_map_with_path(place, opt_state)
     return TrainState(where, opt, everywhere)
+
+
+def abstract_state(experiment: config.Experiment, mesh: jax.sharding.Mesh) -> TrainState:
+    """Shapes of the state and where they lie; call under `jax.set_mesh(mesh)`."""
+    where = state_shardings(experiment, mesh)
+    params = transformer.init_shapes(experiment.model, where.params)
+    shapes = jax.eval_shape(optimizer(experiment).init, params)
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=where.step)
+    return TrainState(params, jax.tree.map(place, shapes, where.opt_state), count)
+
+
+def abstract_batch(
+    experiment: config.Experiment, mesh: jax.sharding.Mesh
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of one step's rows and where they lie."""
+    shape, place = (experiment.data.batch_size, experiment.data.seq_len), batch_sharding(mesh)
+    names = ("tokens", "targets", "positions", "segments", "weights")
+    kinds = {name: jnp.float32 if name == "weights" else jnp.int32 for name in names}
+    return {n: jax.ShapeDtypeStruct(shape, kind, sharding=place) for n, kind in kinds.items()}
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
