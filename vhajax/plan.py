@@ -194,12 +194,21 @@ def _mesh(text: str | None, count: int) -> config.Mesh:
     return config.Mesh(**sizes)
 
 
+def elsewhere(experiment: config.Experiment) -> config.Experiment:
+    """The experiment without its mesh, which is about other devices than the target's."""
+    return dataclasses.replace(experiment, mesh=config.Mesh())
+
+
 def placed(experiment: config.Experiment, where: Target) -> config.Experiment:
-    """The experiment on the target's mesh; its own is about other devices.
+    """The experiment on the target's mesh.
 
     Raises:
-      UserError: its batch or its sizes do not divide over that mesh.
+      UserError: its batch or its sizes do not divide over that mesh, or it has one of its own.
     """
+    require(
+        experiment.mesh == config.Mesh(),
+        f"mesh is {experiment.mesh.shape}; of a plan it is given as --mesh data=D,model=M.",
+    )
     return dataclasses.replace(experiment, mesh=where.mesh)
 
 
@@ -293,14 +302,14 @@ def _kept(experiment: config.Experiment, mesh: jax.sharding.Mesh) -> int:
     """Bytes a device of what one micro-batch's forward pass keeps for its backward pass."""
     micro = _micro(experiment)
     loss, state = step.make_loss(micro), step.abstract_state(micro, mesh)
-    scored = jnp.float32(1)
 
     def forward(params: Any, batch: Any) -> list[jax.Array]:
-        return jax.tree.leaves(jax.vjp(lambda p: loss(p, batch, scored)[0], params)[1])
+        return jax.tree.leaves(jax.vjp(lambda p: loss(p, batch, 1.0)[0], params)[1])
 
     traced = jax.make_jaxpr(forward)(state.params, step.abstract_batch(micro, mesh)).jaxpr
     made = {v for equation in traced.eqns for v in equation.outvars}
-    return sum(_shard_bytes(v.aval) for v in set(traced.outvars) & made)
+    kept = {v for v in traced.outvars if not hasattr(v, "val")}  # no literals
+    return sum(_shard_bytes(v.aval) for v in kept & made)
 
 
 def _estimate(
@@ -348,16 +357,14 @@ def _costs(micro: config.Experiment, mesh: jax.sharding.Mesh, layers: int, whole
     model = dataclasses.replace(micro.model, num_layers=layers)
     small = dataclasses.replace(micro, model=model)
     state, batch = step.abstract_state(small, mesh), step.abstract_batch(small, mesh)
-    if whole:
-        function = step.make_train_step(small, unroll=layers)
-    else:
-        loss = step.make_loss(small, unroll=layers)
+    loss = step.make_loss(small, unroll=layers)
 
-        def function(state: step.TrainState, batch: Any) -> Any:
-            scored = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
-            return jax.grad(loss, has_aux=True)(state.params, batch, scored)
+    def gradient(state: step.TrainState, batch: Any) -> Any:
+        scored = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+        return jax.grad(loss, has_aux=True)(state.params, batch, scored)
 
-    with _hushed():
+    function: Callable = step.make_train_step(small, unroll=layers) if whole else gradient
+    with _hushed(), warnings.catch_warnings(action="ignore"):
         compiled = jax.jit(function).lower(state, batch).compile()
     found = compiled.cost_analysis() or {}
     seconds = found.get("optimal_seconds", -1.0)

@@ -248,6 +248,12 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def data_size() -> int:
+    """Devices along `data`; 1 without a mesh."""
+    mesh = _mesh()
+    return 1 if mesh is None else mesh.shape["data"]
+
+
 def model_size() -> int:
     """Devices along `model`; 1 without a mesh."""
     mesh = _mesh()
@@ -317,7 +323,7 @@ def gather(x: jax.Array, names: Names, dtype: Any) -> jax.Array | Whole:
         return all_gather(shard.astype(dtype), dimension)
 
     out = tuple(None if axis == "data" else axis for axis in spec)
-    return Whole(local(run, [spec], out, differentiable=False)(jax.lax.stop_gradient(x)), x)
+    return Whole(local(run, [tuple(spec)], out, differentiable=False)(jax.lax.stop_gradient(x)), x)
 
 
 def _whole_along_data(x: jax.Array, names: Names, dtype: Any) -> jax.Array:
