@@ -28,6 +28,7 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # ask no cloud what machine this is
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # other processes may compile too
+    "TPU_STDERR_LOG_LEVEL": "1",  # warnings, of replicated arrays for one
 }
 IN_PLACE = ("any", "hbm")  # memory spaces of what a kernel copies from by itself
 INSTRUCTION = re.compile(r"\s+(?:ROOT )?%\S+ = (\(.*?\)|\S+) ([\w-]+)\(")
