@@ -1,4 +1,4 @@
-"""Reading compiled programs: small texts as XLA writes them, and a real program on eight devices."""
+"""Reading compiled programs: texts as XLA writes them, and a real one for eight devices."""
 
 import jax
 import jax.numpy as jnp

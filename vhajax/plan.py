@@ -13,16 +13,18 @@ and that `train.grad_accum` times, as gradients of a micro-batch end where they 
 pieces. Gradients of what is replicated (norms, mixers), the loss's sums and anything over `model`
 are left out, so the figure is a lower bound.
 
-The estimate. XLA counts the body of a loop once, so costs come from programs without loops: one and
-two layers (c₁, c₂), one micro-batch, its logits in one piece. g: the gradient alone. s: the step.
+The estimate. XLA counts the body of a loop once, so costs come from programs without loops: the
+gradient of one micro-batch with one and with two layers (g₁, g₂), its logits in one piece, and the
+optimizer's update of all layers (u).
 
-  cost = accum · (g₁ + (L−1)·(g₂−g₁)) + (s₁−g₁) + (L−1)·((s₂−g₂) − (s₁−g₁))
+  cost = accum · (g₁ + (L−1)·(g₂−g₁)) + u
 
   seconds = max(FLOPs / peak, bytes / bandwidth) + sent bytes / interconnect
 
 with FLOPs (no fewer than the model's, as XLA does not see into kernels) and bytes accessed as XLA
-counts them, and sent bytes of the whole program. Nothing overlaps and nothing waits: it is an
-estimate. XLA:TPU's own `optimal_seconds` is reported beside it where all four are positive.
+counts them, and sent bytes of the whole program; or, where XLA:TPU has a count of all three
+programs that makes sense, the same sum of its `optimal_seconds`. Nothing overlaps and nothing
+waits: it is an estimate.
 """
 
 import contextlib
@@ -319,22 +321,31 @@ def _estimate(
     sent: float,
     tell: Tell,
 ) -> Estimate:
-    micro, layers, accum = (
-        _micro(experiment),
-        experiment.model.num_layers,
-        experiment.train.grad_accum,
-    )
-    costs = {}
-    for whole in (True,) if accum == 1 else (True, False):
-        for count in (1, 2):
-            tell(f"compiling {count} layer{'s'[: count - 1]} for the estimate")
-            costs[whole, count] = _costs(micro, mesh, count, whole)
-    steps = extrapolate(costs[True, 1], costs[True, 2], layers)
-    if accum > 1:
-        steps = steps.plus(extrapolate(costs[False, 1], costs[False, 2], layers), accum - 1)
-    data = experiment.data
-    model_flops = 3 * cost.forward(experiment.model, data.seq_len, data.batch_size).total
-    return estimate(where, steps, sent, model_flops)
+    model, data = experiment.model, experiment.data
+    one, two = (_gradient_costs(experiment, mesh, layers, tell) for layers in (1, 2))
+    tell("compiling the optimizer for the estimate")
+    state = step.abstract_state(experiment, mesh)
+    update = _costs(step.make_update(experiment), state, state.params)
+    total = update.plus(extrapolate(one, two, model.num_layers), experiment.train.grad_accum)
+    flops = 3 * cost.forward(model, data.seq_len, data.batch_size).total
+    return estimate(where, total, sent, flops)
+
+
+def _gradient_costs(
+    experiment: config.Experiment, mesh: jax.sharding.Mesh, layers: int, tell: Tell
+) -> Costs:
+    """Of a micro-batch's gradient with so many layers and no loop."""
+    tell(f"compiling {layers} of its layers for the estimate")
+    micro = _micro(experiment)
+    small = dataclasses.replace(micro, model=dataclasses.replace(micro.model, num_layers=layers))
+    loss = step.make_loss(small, unroll=layers)
+
+    def gradient(params: Any, batch: Any) -> Any:
+        scored = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+        return jax.grad(loss, has_aux=True)(params, batch, scored)
+
+    state = step.abstract_state(small, mesh)
+    return _costs(gradient, state.params, step.abstract_batch(small, mesh))
 
 
 def extrapolate(one: Costs, two: Costs, layers: int) -> Costs:
@@ -347,25 +358,14 @@ def estimate(where: Target, costs: Costs, sent: float, model_flops: float) -> Es
     chip = where.accelerator
     compute = max(costs.flops, model_flops / where.devices) / chip.peak
     memory, collectives = costs.accessed / chip.bandwidth, sent / chip.interconnect
-    seconds = max(compute, memory) + collectives
+    seconds = costs.optimal if costs.optimal > 0 else max(compute, memory) + collectives
     mfu = model_flops / (seconds * where.devices * chip.peak)
     return Estimate(seconds, compute, memory, collectives, mfu, costs.optimal)
 
 
-def _costs(micro: config.Experiment, mesh: jax.sharding.Mesh, layers: int, whole: bool) -> Costs:
-    """Of a step, or of its gradient alone, with so many layers and no loop."""
-    model = dataclasses.replace(micro.model, num_layers=layers)
-    small = dataclasses.replace(micro, model=model)
-    state, batch = step.abstract_state(small, mesh), step.abstract_batch(small, mesh)
-    loss = step.make_loss(small, unroll=layers)
-
-    def gradient(state: step.TrainState, batch: Any) -> Any:
-        scored = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
-        return jax.grad(loss, has_aux=True)(state.params, batch, scored)
-
-    function: Callable = step.make_train_step(small, unroll=layers) if whole else gradient
+def _costs(function: Callable, *arguments: Any) -> Costs:
     with _hushed(), warnings.catch_warnings(action="ignore"):
-        compiled = jax.jit(function).lower(state, batch).compile()
+        compiled = jax.jit(function).lower(*arguments).compile()
     found = compiled.cost_analysis() or _counted(compiled)
     seconds = found.get("optimal_seconds", -1.0)
     return Costs(found["flops"], found["bytes accessed"], seconds if seconds > 0 else math.nan)
@@ -373,7 +373,8 @@ def _costs(micro: config.Experiment, mesh: jax.sharding.Mesh, layers: int, whole
 
 def _counted(compiled: Any) -> dict[str, float]:
     """XLA's own count of a program for a GPU, whose plugin has none without a GPU."""
-    from jax._src.lib import _jax  # not public: what `Lowered.cost_analysis` calls
+    # Not public; what `Lowered.cost_analysis` calls.
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     (module,) = compiled.runtime_executable().hlo_modules()
     return _jax.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module)

@@ -112,5 +112,6 @@ def _notes(values: dict[str, Any]) -> list[str]:
             f"Forward and backward send {over:.3f} times what FSDP must "
             f"({binary(values['fsdp_minimum'])})."
         )
-    told.append("Seconds and MFU are an estimate: nothing overlaps, nothing waits.")
+    whose = "by XLA:TPU's optimal_seconds" if values["estimate"]["optimal"] else "by the sum above"
+    told.append(f"Seconds and MFU are an estimate ({whose}): nothing overlaps, nothing waits.")
     return told + [f"Warning: {warning}" for warning in values["warnings"]]

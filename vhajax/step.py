@@ -82,15 +82,28 @@ def make_loss(experiment: config.Experiment, unroll: int = 0) -> Callable:
     return loss
 
 
+def make_update(experiment: config.Experiment) -> Callable:
+    """(state, gradients) → the state after them, and the gradients' norm before clipping."""
+    tx = optimizer(experiment)
+
+    @jax.named_scope("optimizer")
+    def update(state: TrainState, grads: Any) -> tuple[TrainState, jax.Array]:
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(params, opt_state, state.step + 1), optax.tree.norm(grads)
+
+    return update
+
+
 def make_train_step(
-    experiment: config.Experiment, unroll: int = 0
+    experiment: config.Experiment,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """The step of an experiment: pure, not yet jitted.
 
     Metrics are float32 scalars: `loss` (mean nats per scored token, without z-loss), `tokens`
     (scored), `grad_norm` (before clipping) and `learning_rate` (multiple of the peak).
     """
-    loss, tx = make_loss(experiment, unroll), optimizer(experiment)
+    loss, update = make_loss(experiment), make_update(experiment)
     multiple = optim.schedule(experiment.optim, experiment.train.steps)
     accum = experiment.train.grad_accum
 
@@ -103,17 +116,14 @@ def make_train_step(
             grads, nll = gradient(state.params, batch, scored)
         else:
             grads, nll = _accumulate(gradient, state.params, batch, scored, accum)
-        with jax.named_scope("optimizer"):
-            updates, opt_state = tx.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-            norm = optax.tree.norm(grads)  # what clipping computes too
+        after, norm = update(state, grads)
         metrics = {
             "loss": nll,
             "tokens": scored,
             "grad_norm": norm,
             "learning_rate": multiple(state.step),
         }
-        return TrainState(params, opt_state, state.step + 1), metrics
+        return after, metrics
 
     return train_step
 
