@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,7 +69,7 @@ SECONDS = {
 def progress(name: str) -> Iterator[Callable[[str], None]]:
     """Tells on stderr what is going on; silent where that is no terminal."""
     # A copy of the descriptor: compilers' own words are caught at the descriptor itself.
-    with os.fdopen(os.dup(sys.stderr.fileno()), "w") as copy:
+    with os.fdopen(os.dup(2), "w") as copy:
         console = Console(file=copy)
         if not console.is_terminal:
             yield lambda _: None
