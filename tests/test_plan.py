@@ -139,10 +139,11 @@ def test_collectives_of_a_small_model_are_those_that_fsdp_needs():
     found = traffic(made, plan.PARTS[0])
     assert found["all-gather"] == (ACCUM * (2 * LAYERS * 7 + 2), share * gathers)
     assert found.keys() == {"all-gather", "reduce-scatter", "all-reduce"}
-    # XLA sums some small weights' gradients whole (twice the bytes), as it must those of norms.
+    # XLA sums some small weights' gradients whole (twice the bytes), as it must those of norms,
+    # unless it does that once for all micro-batches, with the optimizer's sums.
     summed = found["reduce-scatter"][1] + found["all-reduce"][1] / 2
-    expected = share * (LAYERS * LAYER + TABLES) + ACCUM * 3 / 4 * 4 * NORMS
-    assert expected <= summed < expected + 100  # the loss
+    expected = share * (LAYERS * LAYER + TABLES)
+    assert expected <= summed < expected + ACCUM * 3 / 4 * 4 * NORMS + 100  # the loss
     assert found["reduce-scatter"][1] > 0.8 * share * (LAYERS * LAYER + TABLES)
     assert made.minimum == share * (gathers + LAYERS * LAYER + TABLES)
 

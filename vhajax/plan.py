@@ -243,7 +243,7 @@ def train(experiment: config.Experiment, where: Target, tell: Tell = lambda _: N
     """
     mesh = device_mesh(where)
     tell("tracing the step")
-    with jax.set_mesh(mesh), _told() as told:
+    with jax.set_mesh(mesh), _told() as told, _kernels(mesh):
         state, batch = step.abstract_state(experiment, mesh), step.abstract_batch(experiment, mesh)
         kept = _kept(experiment, mesh)
         lowered = jax.jit(step.make_train_step(experiment), donate_argnums=0).lower(state, batch)
@@ -495,6 +495,13 @@ def _shard_bytes(x: Any) -> int:
 
 
 # ------------------------------------------------------------------ what compilers say
+
+
+def _kernels(mesh: jax.sharding.Mesh) -> contextlib.AbstractContextManager:
+    """Lets tokamax choose kernels of a TPU that is not here; of a GPU it needs the driver."""
+    import tokamax.config  # 7 s
+
+    return tokamax.config.cross_compile(mesh.devices.flat[0].platform == "tpu")
 
 
 @contextlib.contextmanager
