@@ -28,6 +28,7 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # ask no cloud what machine this is
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # other processes may compile too
+    "TPU_STDERR_LOG_LEVEL": "1",  # warnings, of replicated arrays for one
 }
 IN_PLACE = ("any", "hbm")  # memory spaces of what a kernel copies from by itself
 INSTRUCTION = re.compile(r"\s+(?:ROOT )?%\S+ = (\(.*?\)|\S+) ([\w-]+)\(")
@@ -129,18 +130,30 @@ def devices(chip: str, count: int = 1) -> list[Any]:
     Raises:
       NoCompilerError: its compiler is not installed.
     """
+    return topology(f"{chip}:{count}" if chip in GPUS else TOPOLOGIES[chip])[:count]
+
+
+def topology(name: str) -> list[Any]:
+    """All devices of a TPU's topology (v5e:4x4) or of so many GPUs (h100:8), for compiling only.
+
+    Raises:
+      NoCompilerError: the compiler is not installed.
+      jax.errors.JaxRuntimeError: there is no such topology.
+    """
+    chip, _, size = name.partition(":")
     require_compiler(chip)
     if chip in GPUS:
-        topology = topologies.get_topology_desc(
+        found = topologies.get_topology_desc(
             platform="cuda",
             topology_name=chip,
             target_config=_gpu_config(GPUS[chip]),
-            topology=f"1x1x{count}",
+            topology=f"1x1x{size}",
         )
     else:
         os.environ.update(ENVIRONMENT)
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
-    return topology.devices[:count]
+        more = {"chip_config_name": "megacore"} if chip == "v4" else {}  # one device a chip
+        found = topologies.get_topology_desc(platform="tpu", topology_name=name, **more)
+    return list(found.devices)
 
 
 def device_mesh(chip: str) -> Mesh:

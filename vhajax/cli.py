@@ -27,6 +27,7 @@ vhajax: train, fold and decode language models whose attention keeps the KV cach
   vhajax fold RUN --out RUN2   Virtual Head Attention → the GQA model that it equals
   vhajax convert RUN --to …    as GQA, MHA, LRKV or VHA: equal, or a start for training
   vhajax cost EXPERIMENT       parameters, FLOPs and cache bytes, without running anything
+  vhajax plan EXPERIMENT       memory, collectives and time on a TPU or GPU that is not here
   vhajax data prepare PATH …   text, .gz, .jsonl or .parquet → rows for training
   vhajax bench train|decode    measure this machine
 
@@ -91,6 +92,7 @@ def _dispatch(command: str, args: list[str]) -> int:
         "fold": _fold,
         "convert": _convert,
         "cost": _cost,
+        "plan": _plan,
         "data": _data,
         "bench": _bench,
     }
@@ -363,6 +365,38 @@ def _cost(args: list[str]) -> int:
         _emit(options.json, whole, cost_report.compare(reports))
     else:
         _emit(options.json, reports[0], cost_report.describe(reports[0]))
+    return 0
+
+
+def _plan(args: list[str]) -> int:
+    parser = _parser(
+        "plan",
+        "Compile a step for a topology: memory, collectives, estimated seconds.",
+        epilog="Fields are overridden as in `vhajax train EXPERIMENT -h`; "
+        "the experiment's own mesh is ignored.",
+    )
+    parser.add_argument("experiment", help="a path, or a bare name in experiments/")
+    parser.add_argument("--topology", required=True, metavar="CHIP:SIZE", help="v5e:4x4, h100:8 …")
+    parser.add_argument("--mesh", metavar="data=D,model=M", help="default: data over all devices")
+    parser.add_argument("--decode", action="store_true", help="the decode step instead")
+    parser.add_argument("--context", type=int, metavar="L", help="cache slots (default: a row's)")
+    parser.add_argument("--batch", type=int, default=8, metavar="B", help="sequences decoded")
+    overrides, plain = _split_overrides(args)
+    options = parser.parse_args(plain)
+    from vhajax import experiment as experiments
+    from vhajax import plan, plan_report
+
+    found = plan.elsewhere(experiments.load(options.experiment))
+    found = experiments.override(found, overrides, f"vhajax train {options.experiment}")
+    where = plan.target(options.topology, options.mesh)
+    with plan_report.progress(options.topology) as tell:
+        if options.decode:
+            context = found.data.seq_len if options.context is None else options.context
+            made = plan.decode(found, where, context, options.batch, tell)
+        else:
+            made = plan.train(plan.placed(found, where), where, tell)
+    values = {"experiment": options.experiment, **plan_report.report(made)}
+    _emit(options.json, values, plan_report.describe(values))
     return 0
 
 

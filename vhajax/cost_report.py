@@ -120,7 +120,7 @@ def describe(values: dict[str, Any]) -> str:
     counts, held = values["parameters"], values["cache"]
     share = [[name, f"{n:,}", f"{n / counts['total']:.1%}"] for name, n in counts.items()]
     rows = [
-        [title, *(_binary(n) for n in held[name].values()), f"{held['fraction_of_mha']:.2%}"]
+        [title, *(binary(n) for n in held[name].values()), f"{held['fraction_of_mha']:.2%}"]
         for name, title in CACHE_ROWS.items()
     ]
     decodes = {title: values[name] for name, title in DECODE_ROWS.items() if name in values}
@@ -140,10 +140,10 @@ def describe(values: dict[str, Any]) -> str:
         (
             "Bytes read a token",
             ["", "weights / batch", "cache", "total"],
-            [[title, *map(_binary, count.values())] for title, count in read.items()],
+            [[title, *map(binary, count.values())] for title, count in read.items()],
         ),
     ]
-    return _draw(tables, values["notes"])
+    return draw(tables, values["notes"])
 
 
 def compare(reports: list[dict[str, Any]]) -> str:
@@ -155,7 +155,7 @@ def compare(reports: list[dict[str, Any]]) -> str:
         told.append("VHA decodes as the GQA that it folds to.")
     head = f"Batch {reports[0]['batch']:,}, {reports[0]['dtype']}"
     names = ["", *(Path(values["experiment"]).stem for values in reports)]
-    return _draw([(head, names, rows)], list(dict.fromkeys(told)))
+    return draw([(head, names, rows)], list(dict.fromkeys(told)))
 
 
 def _column(values: dict[str, Any]) -> dict[str, str]:
@@ -167,19 +167,19 @@ def _column(values: dict[str, Any]) -> dict[str, str]:
         "parameters": f"{values['parameters']['total']:,}",
         "cache a token, logical": f"{held['per_token']['logical']:,} B",
         "cache a token, row": f"{held['per_token']['stored']:,} B",
-        "cache of all tokens, row": _binary(held["all"]["stored"]),
+        "cache of all tokens, row": binary(held["all"]["stored"]),
         "cache of MHA's, logical": f"{held['fraction_of_mha']:.2%}",
         "forward FLOPs a token": _si(flops["forward"]["total"]),
         "training FLOPs a token": _si(flops["training"]["total"]),
         "prefill FLOPs": _si(values["prefill_flops"]["total"]),
         "decode FLOPs a token": _si(serving["flops_per_token"]["total"]),
         "  of which scores": _si(serving["flops_per_token"]["scores"]),
-        "decode bytes a token": _binary(serving["bytes_per_token"]["total"]),
-        "  of which cache": _binary(serving["bytes_per_token"]["cache"]),
+        "decode bytes a token": binary(serving["bytes_per_token"]["total"]),
+        "  of which cache": binary(serving["bytes_per_token"]["cache"]),
     }
 
 
-def _draw(tables: list[Table], told: list[str]) -> str:
+def draw(tables: list[Table], told: list[str]) -> str:
     from rich import box, table
     from rich.console import Console
 
@@ -207,7 +207,7 @@ def _si(value: float) -> str:
     return f"{value:,.0f}E"
 
 
-def _binary(value: float) -> str:
+def binary(value: float) -> str:
     """Bytes: 1536 → 1.5 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

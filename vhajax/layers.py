@@ -11,12 +11,14 @@ from vhajax import config
 from vhajax.sharding import (
     Group,
     Matrix,
+    Whole,
     axis_for,
     einsum,
-    gathered,
     local,
     model_size,
+    operand,
     platform,
+    reduce_scattered,
     weight,
 )
 
@@ -82,13 +84,13 @@ class FeedForward(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [B, T, D] → [B, T, D]."""
         hidden = ("data", "context", "model")
-        up = einsum("BTD,DF->BTF", x, gathered(self.up, x.dtype), out=hidden)
+        up = einsum("BTD,DF->BTF", x, operand(self.up, x.dtype), out=hidden)
         if self.kind == "swiglu":
-            gate = einsum("BTD,DF->BTF", x, gathered(self.gate, x.dtype), out=hidden)
+            gate = einsum("BTD,DF->BTF", x, operand(self.gate, x.dtype), out=hidden)
             inner = jax.nn.silu(gate) * up
         else:
             inner = jnp.square(jax.nn.relu(up))
-        return einsum("BTF,FD->BTD", inner, gathered(self.down, x.dtype), out=ACTIVATIONS)
+        return einsum("BTF,FD->BTD", inner, operand(self.down, x.dtype), out=ACTIVATIONS)
 
 
 def embedding_weight(cfg: config.Model, key: jax.Array, group: Group) -> nnx.Param:
@@ -98,7 +100,7 @@ def embedding_weight(cfg: config.Model, key: jax.Array, group: Group) -> nnx.Par
     return weight(table, ("model", "data"), group, Matrix())
 
 
-def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
+def embed(table: jax.Array | Whole, tokens: jax.Array) -> jax.Array:
     """Rows of a table whose vocabulary lies over `model`.
 
     Args:
@@ -107,16 +109,54 @@ def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
     Returns:
       [B, T, D] in table's dtype.
     """
-    shards = model_size()
-    places = (axis_for("data", tokens.shape[0]), axis_for("context", tokens.shape[1]))
+    if isinstance(table, Whole):
+        return _embed(table.stored, table.array, tokens)
+    return _rows(table, tokens)
+
+
+def _rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    shards, places = model_size(), _token_axes(tokens)
     if shards == 1:
         return local(lambda t, i: t[i], [(None, None), places], (*places, None))(table, tokens)
-    rows = table.shape[0] // shards
-
-    def lookup(shard: jax.Array, ids: jax.Array) -> jax.Array:
-        ids = ids - jax.lax.axis_index("model") * rows
-        mine = (ids >= 0) & (ids < rows)
-        found = jnp.where(mine[..., None], shard[jnp.clip(ids, 0, rows - 1)], 0)
-        return jax.lax.psum(found, "model")
-
+    lookup = lambda shard, ids: jax.lax.psum(_own_rows(shard, ids), "model")  # noqa: E731
     return local(lookup, [("model", None), places], (*places, None))(table, tokens)
+
+
+def _own_rows(shard: jax.Array, ids: jax.Array) -> jax.Array:
+    """A device's part of the vocabulary, zeros for other ids."""
+    rows = shard.shape[0]
+    ids = ids - jax.lax.axis_index("model") * rows
+    mine = (ids >= 0) & (ids < rows)
+    return jnp.where(mine[..., None], shard[jnp.clip(ids, 0, rows - 1)], 0)
+
+
+def _token_axes(tokens: jax.Array) -> tuple[str | None, str | None]:
+    return axis_for("data", tokens.shape[0]), axis_for("context", tokens.shape[1])
+
+
+@jax.custom_vjp
+def _embed(stored: jax.Array, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`_rows` of a table that was gathered from `stored`, which gets its gradient."""
+    del stored
+    return _rows(table, tokens)
+
+
+def _embed_forward(stored: jax.Array, table: jax.Array, tokens: jax.Array):
+    return _embed(stored, table, tokens), (stored, tokens)
+
+
+def _embed_backward(kept: tuple[jax.Array, jax.Array], dy: jax.Array):
+    stored, tokens = kept
+    places = _token_axes(tokens)
+    shape = (stored.shape[0] // model_size(), stored.shape[1])
+
+    def gradient(ids: jax.Array, dy: jax.Array) -> jax.Array:
+        shard = jnp.zeros(shape, dy.dtype)
+        return jax.linear_transpose(lambda t: _own_rows(t, ids), shard)(dy)[0]
+
+    spec = jax.typeof(stored).sharding.spec
+    run = reduce_scattered(gradient, [places, (*places, None)], spec)
+    return run(tokens, dy).astype(stored.dtype), None, None
+
+
+_embed.defvjp(_embed_forward, _embed_backward)

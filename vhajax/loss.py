@@ -10,13 +10,13 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from vhajax.sharding import local, model_size, reshard
+from vhajax.sharding import Whole, local, model_size, reduce_scatter, reshard
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def cross_entropy(
     x: jax.Array,
-    table: jax.Array,
+    table: jax.Array | Whole,
     targets: jax.Array,
     weights: jax.Array,
     vocab_size: int,
@@ -27,7 +27,7 @@ def cross_entropy(
 
     Args:
       x: [B, T, D] normed hidden states.
-      table: [V, D] unembedding, whole along D.
+      table: [V, D] unembedding, whole along D (or that and what it was gathered from).
       targets: [B, T] int32.
       weights: [B, T] float32, 0 for tokens that are not scored.
       vocab_size: ids from here on are padding and get no probability.
@@ -46,9 +46,8 @@ def _forward(x, table, targets, weights, vocab_size, z_loss, chunk):
 
 
 def _backward(_vocab_size, _z_loss, _chunk, gradients, cotangents):
-    dx, dtable = gradients
-    scale = cotangents[0]
-    return (dx * scale).astype(dx.dtype), (dtable * scale).astype(dtable.dtype), None, None
+    scaled = jax.tree.map(lambda d: (d * cotangents[0]).astype(d.dtype), gradients)
+    return *scaled, None, None
 
 
 cross_entropy.defvjp(_forward, _backward)
@@ -56,6 +55,7 @@ cross_entropy.defvjp(_forward, _backward)
 
 def _run(x, table, targets, weights, vocab_size, z_loss, chunk, with_gradients):
     tokens, hidden, vocab = ("data", "context"), ("data", "context", None), ("model", None)
+    table, stored = table if isinstance(table, Whole) else (table, None)
     shards = model_size()
     # The functions of a mesh have no meaning without one: `local` then runs on whole arrays.
     meshed = not jax.sharding.get_abstract_mesh().empty
@@ -99,15 +99,19 @@ def _run(x, table, targets, weights, vocab_size, z_loss, chunk, with_gradients):
             return jax.tree.map(jnp.add, sums, (objective, nll, dtable)), dx
 
         sums, dx = jax.lax.scan(body, start, tuple(flat))
-        objective, nll, dtable = sum_tokens(sums)
+        objective, nll = sum_tokens(sums[:2])
         if not with_gradients:
             return objective, nll, zero, zero
+        dtable = sums[2] if stored is None else sums[2].astype(table.dtype)
+        dtable = sum_tokens(dtable) if stored is None else reduce_scatter(dtable, 1)
         dx = sum_vocab(dx.reshape(-1, D)[: B * T].reshape(B, T, D))
         return objective, nll, dx.astype(x.dtype), dtable.astype(table.dtype)
 
-    outs = [(), (), hidden, vocab] if with_gradients else [(), (), (), ()]
+    of_table = vocab if stored is None else ("model", "data")
+    outs = [(), (), hidden, of_table] if with_gradients else [(), (), (), ()]
     shard = local(whole, [hidden, vocab, tokens, tokens], outs, differentiable=False)
-    return shard(x, reshard(table, vocab), targets, weights)
+    *values, dtable = shard(x, reshard(table, vocab), targets, weights)
+    return *values, dtable if stored is None else Whole(None, dtable.astype(stored.dtype))
 
 
 def _chunks(x: jax.Array, size: int) -> jax.Array:

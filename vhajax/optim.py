@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 
 from vhajax import config
-from vhajax.sharding import axis_for, named_params, reshard
+from vhajax.sharding import data_size, named_params, reshard
 from vhajax.transformer import Transformer
 
 # Quintic Newton–Schulz coefficients of Keller Jordan's Muon (github.com/KellerJordan/Muon).
@@ -123,11 +123,14 @@ def _orthogonal_update(x: jax.Array, param: nnx.Param) -> jax.Array:
     stored = (None,) * (x.ndim - len(names)) + names
     # One axis at a time, gather before exchange: XLA replicates what moves along two axes at once.
     halfway = tuple(name if name == "data" else None for name in stored)
-    spread = (axis_for("data", x.shape[0]) if lead else None,) + (None,) * (x.ndim - 1)
-    whole = reshard(reshard(x, halfway), spread)
-    flat = orthogonalize(whole.reshape(*x.shape[:lead], rows, cols))
-    update = flat.reshape(x.shape) * math.sqrt(max(1.0, cols / rows))
-    return reshard(reshard(update, halfway), stored)
+    spread = ("data" if lead else None,) + (None,) * (x.ndim - 1)
+    # Layers that do not divide are filled up with zeros: else every device would do all of them.
+    short = -x.shape[0] % data_size() if lead else 0
+    filled = jnp.pad(reshard(x, halfway), ((0, short),) + ((0, 0),) * (x.ndim - 1))
+    whole = reshard(filled, spread)
+    flat = orthogonalize(whole.reshape(*whole.shape[:lead], rows, cols))
+    update = flat.reshape(whole.shape) * math.sqrt(max(1.0, cols / rows))
+    return reshard(reshard(update, halfway)[: x.shape[0]], stored)
 
 
 def orthogonalize(x: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +24,20 @@ from vhajax import config
 from vhajax.errors import UserError
 
 AXES = ("data", "context", "model")
+SUMMED_DEVICES, SUMMED_BYTES = 64, 2**24  # see `phases`
 Names = Sequence[str | None]
 Group = Literal["matrix", "embedding", "unembedding", "vector"]
 
 
-def make_mesh(mesh: config.Mesh) -> jax.sharding.Mesh:
+def make_mesh(mesh: config.Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
     """The device mesh of a configuration, with Explicit axes.
 
+    devices: this machine's by default.
     Raises:
       UserError: more devices asked for than there are, or not all of several processes.
     """
-    wanted, available, processes = math.prod(mesh.shape), len(jax.devices()), jax.process_count()
+    found, processes = jax.devices() if devices is None else devices, jax.process_count()
+    wanted, available = math.prod(mesh.shape), len(found)
     if wanted > available or (wanted < available and processes > 1):
         here = "this machine has" if processes == 1 else f"these {processes} processes have"
         fix = "make the mesh smaller" if wanted > available else "make the mesh larger"
@@ -44,7 +47,7 @@ def make_mesh(mesh: config.Mesh) -> jax.sharding.Mesh:
         )
     if wanted < available:
         warnings.warn(f"the mesh uses {wanted} of {available} devices", stacklevel=2)
-    return jax.make_mesh(mesh.shape, AXES, (AxisType.Explicit,) * 3, devices=jax.devices()[:wanted])
+    return jax.make_mesh(mesh.shape, AXES, (AxisType.Explicit,) * 3, devices=found[:wanted])
 
 
 def _mesh() -> Any:
@@ -98,43 +101,138 @@ def reshard(x: jax.Array, names: Names) -> jax.Array:
     return x if _mesh() is None else jax.reshard(x, resolve(names, x.shape))
 
 
+class Whole(NamedTuple):
+    """A weight gathered along `data`, beside what it was gathered from, which gets its gradient.
+
+    A gradient of `array` would be summed to a whole copy on every device (an all-reduce) before it
+    is cut to size; for `stored` it is reduce-scattered, half the bytes.
+
+    array: a jax.Array in compute dtype; None in a gradient, as none goes through it.
+    stored: laid out over `data`.
+    """
+
+    array: Any
+    stored: jax.Array
+
+    def astype(self, dtype: Any) -> "Whole":
+        return Whole(self.array.astype(dtype), self.stored)
+
+
 def einsum(
-    equation: str, x: jax.Array, w: jax.Array, *, out: Names, precision: Any = None
+    equation: str, x: jax.Array, w: jax.Array | Whole, *, out: Names, precision: Any = None
 ) -> jax.Array:
     """`jnp.einsum` of two operands whose result lies as `out` says (one name a letter).
 
     precision: by default float32 operands are multiplied as such, where a TPU would take bfloat16.
     """
-    if precision is None and x.dtype == w.dtype == jnp.float32:
+    array, stored = w if isinstance(w, Whole) else (w, None)
+    if precision is None and x.dtype == array.dtype == jnp.float32:
         precision = jax.lax.Precision.HIGHEST
     sharding = None
     if _mesh() is not None:
         left, right, result = re.split(",|->", equation)
-        sizes = dict(zip(left + right, x.shape + w.shape, strict=True))
+        sizes = dict(zip(left + right, x.shape + array.shape, strict=True))
         sharding = resolve(out, [sizes[letter] for letter in result])
     # Named for `transformer.POLICIES`: they cannot see a product inside a custom derivative.
-    return checkpoint_name(_einsum(equation, x, w, sharding, precision), "product")
+    place = None if stored is None else (_placed(stored), stored.dtype)
+    return checkpoint_name(
+        _einsum(equation, x, array, stored, sharding, precision, place), "product"
+    )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
-def _einsum(equation: str, x: Any, w: Any, sharding: Any, precision: Any) -> jax.Array:
-    """JAX's own gradient of w is (dyᵀ x)ᵀ; xᵀ dy saves XLA:CPU transposes, a third of an FFN."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4, 5, 6))
+def _einsum(
+    equation: str, x: Any, w: Any, stored: Any, sharding: Any, precision: Any, place: Any
+) -> jax.Array:
+    """JAX's own gradient of w is (dyᵀ x)ᵀ; xᵀ dy saves XLA:CPU transposes, a third of an FFN.
+
+    stored, place: what w was gathered from, if anything, and its layout and dtype.
+    """
+    del stored, place
     return jnp.einsum(equation, x, w, out_sharding=sharding, precision=precision)
 
 
-def _einsum_forward(equation: str, x: Any, w: Any, sharding: Any, precision: Any):
-    return _einsum(equation, x, w, sharding, precision), (x, w)
+def _einsum_forward(equation: str, x: Any, w: Any, stored: Any, sharding: Any, precision: Any, _):
+    return _einsum(equation, x, w, stored, sharding, precision, None), (x, w)
 
 
-def _einsum_backward(equation: str, _: Any, precision: Any, operands: Any, dy: jax.Array):
+def _einsum_backward(equation: str, _: Any, precision: Any, place: Any, operands: Any, dy: Any):
     x, w = operands
     left, right, result = re.split(",|->", equation)
-    dx = _einsum(f"{result},{right}->{left}", dy, w, _placed(x), precision)
-    dw = _einsum(f"{left},{result}->{right}", x, dy, _placed(w), precision)
-    return dx, dw
+    flipped = f"{left},{result}->{right}"
+    dx = _einsum(f"{result},{right}->{left}", dy, w, None, _placed(x), precision, None)
+    if place is None:
+        return dx, _einsum(flipped, x, dy, None, _placed(w), precision, None), None
+    spec, dtype = place
+    of_w = dict(zip(right, _placed(w) or (), strict=True))
+    lies = [
+        [of_w.get(letter, axis) for letter, axis in zip(letters, _placed(a) or (), strict=True)]
+        for letters, a in ((left, x), (result, dy))
+    ]
+    product = functools.partial(jnp.einsum, flipped, precision=precision)
+    return dx, None, reduce_scattered(product, lies, spec)(x, dy).astype(dtype)
 
 
 _einsum.defvjp(_einsum_forward, _einsum_backward)
+
+
+def reduce_scattered(
+    function: Callable, in_names: Sequence[Names], names: Names
+) -> Callable[..., jax.Array]:
+    """`function` on each device's shards, its results summed over tokens and laid out as `names`.
+
+    Not differentiable.
+    """
+    dimension = list(names).index("data")
+
+    def run(*args: jax.Array) -> jax.Array:
+        return reduce_scatter(function(*args), dimension)
+
+    return local(run, in_names, names, differentiable=False)
+
+
+def reduce_scatter(partial: jax.Array, dimension: int) -> jax.Array:
+    """Inside `local`: the sum over tokens' devices, each keeping its part of a dimension."""
+    total = jax.lax.psum(partial, "context")
+    count = jax.lax.axis_size("data")
+    rounds = phases(count, platform())
+    # Parts in front, where XLA:TPU cuts between whole tiles; elsewhere it may sum all of it first.
+    before, size, after = (
+        total.shape[:dimension],
+        total.shape[dimension],
+        total.shape[dimension + 1 :],
+    )
+    parts = jnp.moveaxis(total.reshape(*before, count, size // count, *after), dimension, 0)
+    for groups in rounds:
+        each = count if groups is None else len(groups[0])
+        parts = parts.reshape(each, -1, *parts.shape[1:])
+        parts = jax.lax.psum_scatter(parts, "data", axis_index_groups=groups)
+    return parts[0]
+
+
+def all_gather(shard: jax.Array, dimension: int) -> jax.Array:
+    """Inside `local`: the parts of a dimension that devices along `data` hold, put together."""
+    count = jax.lax.axis_size("data")
+    small = count * shard.size * shard.dtype.itemsize <= SUMMED_BYTES and count >= SUMMED_DEVICES
+    parts = shard
+    for groups in reversed(phases(count, platform())) if small else (None,):
+        parts = jax.lax.all_gather(parts, "data", axis_index_groups=groups)
+    parts = jnp.moveaxis(parts.reshape(count, *shard.shape), 0, dimension)
+    return parts.reshape(*shard.shape[:dimension], -1, *shard.shape[dimension + 1 :])
+
+
+def phases(size: int, platform: str) -> list[list[list[int]] | None]:
+    """Groups of devices along `data` for one reduce-scatter after the other, which make up one.
+
+    XLA:TPU turns a reduce-scatter over a whole square torus (4×4, 8×8, 16×16) into an all-reduce,
+    twice the bytes, but neither one over its columns nor one over its rows. So it does with an
+    all-gather over SUMMED_DEVICES or more of up to SUMMED_BYTES (libtpu 0.0.50).
+    """
+    side = math.isqrt(size)
+    if platform != "tpu" or side * side != size or side < 4:
+        return [None]
+    rows = [[row * side + column for column in range(side)] for row in range(side)]
+    return [[list(column) for column in zip(*rows, strict=True)], rows]
 
 
 def _placed(x: jax.Array) -> PartitionSpec | None:
@@ -169,6 +267,12 @@ def platform() -> str:
     """`cpu`, `gpu` or `tpu`: what the mesh in use compiles for, else what this machine has."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
+
+
+def data_size() -> int:
+    """Devices along `data`; 1 without a mesh."""
+    mesh = _mesh()
+    return 1 if mesh is None else mesh.shape["data"]
 
 
 def model_size() -> int:
@@ -221,8 +325,30 @@ def weight(
 
 def gathered(param: nnx.Param, dtype: Any) -> jax.Array:
     """The weight in compute dtype, whole along `data`: FSDP's all-gather, after the cast."""
-    names = [None if name == "data" else name for name in param.get_metadata("names")]
-    return reshard(param.get_value().astype(dtype), names)
+    return _whole_along_data(param.get_value(), param.get_metadata("names"), dtype)
+
+
+def operand(param: nnx.Param, dtype: Any) -> jax.Array | Whole:
+    """The same for `einsum`, `layers.embed` and `loss.cross_entropy`: see `gather`."""
+    return gather(param.get_value(), param.get_metadata("names"), dtype)
+
+
+def gather(x: jax.Array, names: Names, dtype: Any) -> jax.Array | Whole:
+    """A weight that lies as `names` say, whole along `data`, its gradient reduce-scattered."""
+    mesh, spec = _mesh(), resolve(names, x.shape)
+    if mesh is None or mesh.shape["data"] == 1 or "data" not in spec:
+        return _whole_along_data(x, names, dtype)
+    dimension = spec.index("data")
+
+    def run(shard: jax.Array) -> jax.Array:
+        return all_gather(shard.astype(dtype), dimension)
+
+    out = tuple(None if axis == "data" else axis for axis in spec)
+    return Whole(local(run, [tuple(spec)], out, differentiable=False)(jax.lax.stop_gradient(x)), x)
+
+
+def _whole_along_data(x: jax.Array, names: Names, dtype: Any) -> jax.Array:
+    return reshard(x.astype(dtype), [None if name == "data" else name for name in names])
 
 
 def placement(param: nnx.Param, shape: Sequence[int]) -> PartitionSpec:

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from vhajax import config, optim, transformer
 from vhajax.layers import compute_dtype
 from vhajax.loss import cross_entropy
-from vhajax.sharding import gathered, reshard, shardings, with_arrays
+from vhajax.sharding import operand, reshard, shardings, with_arrays
 
 Batch = Mapping[str, Any]
 """tokens, targets, positions, segments [B, T] int32 and weights [B, T] float32."""
@@ -33,13 +33,15 @@ class TrainState:
 
 
 def sums(
-    model: transformer.Transformer, batch: Batch, cfg: config.Train
+    model: transformer.Transformer, batch: Batch, cfg: config.Train, unroll: int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """Objective (with z-loss) and cross-entropy of a batch, each summed over scored tokens."""
-    x = transformer.hidden(
-        model, batch["tokens"], batch["positions"], batch["segments"], remat=cfg.remat
-    )
-    table = gathered(model.output_table, compute_dtype(model.cfg))
+    """Objective (with z-loss) and cross-entropy of a batch, each summed over scored tokens.
+
+    unroll: see `transformer.hidden`.
+    """
+    inputs = (batch["tokens"], batch["positions"], batch["segments"])
+    x = transformer.hidden(model, *inputs, remat=cfg.remat, unroll=unroll)
+    table = operand(model.output_table, compute_dtype(model.cfg))
     with jax.named_scope("loss"):
         return cross_entropy(
             x,
@@ -69,6 +71,30 @@ def fresh_state(experiment: config.Experiment, params: dict[str, jax.Array]) -> 
     return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
 
 
+def make_loss(experiment: config.Experiment, unroll: int = 0) -> Callable:
+    """(params, batch, scored tokens of the whole step) → objective and cross-entropy."""
+    template = transformer.abstract(experiment.model)
+
+    def loss(params: dict[str, jax.Array], batch: Batch, scored: jax.Array):
+        objective, nll = sums(with_arrays(template, params), batch, experiment.train, unroll)
+        return objective / scored, nll / scored
+
+    return loss
+
+
+def make_update(experiment: config.Experiment) -> Callable:
+    """(state, gradients) → the state after them, and the gradients' norm before clipping."""
+    tx = optimizer(experiment)
+
+    @jax.named_scope("optimizer")
+    def update(state: TrainState, grads: Any) -> tuple[TrainState, jax.Array]:
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(params, opt_state, state.step + 1), optax.tree.norm(grads)
+
+    return update
+
+
 def make_train_step(
     experiment: config.Experiment,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
@@ -78,14 +104,9 @@ def make_train_step(
     (scored), `grad_norm` (before clipping) and `learning_rate` (multiple of the peak). With
     `train.skip_bad_steps`, a step whose loss or gradient is not finite changes no weight.
     """
-    template = transformer.abstract(experiment.model)
-    tx = optimizer(experiment)
+    loss, update = make_loss(experiment), make_update(experiment)
     multiple = optim.schedule(experiment.optim, experiment.train.steps)
     accum = experiment.train.grad_accum
-
-    def loss(params: dict[str, jax.Array], batch: Batch, scored: jax.Array):
-        objective, nll = sums(with_arrays(template, params), batch, experiment.train)
-        return objective / scored, nll / scored
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         # Every micro-batch is divided by the whole step's scored tokens: a mean of means would
@@ -96,21 +117,17 @@ def make_train_step(
             grads, nll = gradient(state.params, batch, scored)
         else:
             grads, nll = _accumulate(gradient, state.params, batch, scored, accum)
-        with jax.named_scope("optimizer"):
-            updates, opt_state = tx.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-        norm = optax.tree.norm(grads)
+        after, norm = update(state, grads)
         if experiment.train.skip_bad_steps:
             good = jnp.isfinite(nll) & jnp.isfinite(norm)
-            params = _where(good, params, state.params)
-            opt_state = _where(good, opt_state, state.opt_state)
+            after = _where(good, after, state)
         metrics = {
             "loss": nll,
             "tokens": scored,
             "grad_norm": norm,
             "learning_rate": multiple(state.step),
         }
-        return TrainState(params, opt_state, state.step + 1), metrics
+        return after, metrics
 
     return train_step
 
@@ -155,6 +172,26 @@ def state_shardings(experiment: config.Experiment, mesh: jax.sharding.Mesh) -> T
     place = lambda path, _: where.get(getattr(path[-1], "key", ""), everywhere)  # noqa: E731
     opt = jax.tree_util.tree_map_with_path(place, opt_state)
     return TrainState(where, opt, everywhere)
+
+
+def abstract_state(experiment: config.Experiment, mesh: jax.sharding.Mesh) -> TrainState:
+    """Shapes of the state and where they lie; call under `jax.set_mesh(mesh)`."""
+    where = state_shardings(experiment, mesh)
+    params = transformer.init_shapes(experiment.model, where.params)
+    shapes = jax.eval_shape(optimizer(experiment).init, params)
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=where.step)
+    return TrainState(params, jax.tree.map(place, shapes, where.opt_state), count)
+
+
+def abstract_batch(
+    experiment: config.Experiment, mesh: jax.sharding.Mesh
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of one step's rows and where they lie."""
+    shape, place = (experiment.data.batch_size, experiment.data.seq_len), batch_sharding(mesh)
+    names = ("tokens", "targets", "positions", "segments", "weights")
+    kinds = {name: jnp.float32 if name == "weights" else jnp.int32 for name in names}
+    return {n: jax.ShapeDtypeStruct(shape, kind, sharding=place) for n, kind in kinds.items()}
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:

@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
-from vhajax import checkpoint, config, runs, sharding, step, transformer
+from vhajax import checkpoint, config, runs, sharding, step
 from vhajax.errors import UserError
 from vhajax.evaluate import open_data
 from vhajax.loop import Loop, Result, Source
@@ -123,15 +122,11 @@ def _start_state(
 ) -> step.TrainState:
     if not start and not init_from:
         return step.init_state(experiment)
-    where = step.state_shardings(experiment, mesh)
-    params = transformer.init_shapes(experiment.model, where.params)
+    target = step.abstract_state(experiment, mesh)
     if init_from:
         newest = checkpoint.latest(init_from)
-        return step.fresh_state(experiment, checkpoint.restore_params(init_from, newest, params))
-    shapes = jax.eval_shape(step.optimizer(experiment).init, params)
-    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
-    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=where.step)
-    target = step.TrainState(params, jax.tree.map(place, shapes, where.opt_state), count)
+        params = checkpoint.restore_params(init_from, newest, target.params)
+        return step.fresh_state(experiment, params)
     return checkpoint.restore_state(run, start, target)
 
 

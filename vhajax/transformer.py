@@ -18,9 +18,9 @@ from vhajax.layers import (
 )
 from vhajax.sharding import (
     einsum,
-    gathered,
     named_arrays,
     named_params,
+    operand,
     platform,
     reshard,
     shardings,
@@ -78,12 +78,12 @@ class Transformer(nnx.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """[B, T] → [B, T, D] in compute dtype."""
-        return embed(gathered(self.embedding, compute_dtype(self.cfg)), tokens)
+        return embed(operand(self.embedding, compute_dtype(self.cfg)), tokens)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[B, T, D] → [B, T, V] float32, padded ids at −inf."""
         x = self.norm(x).astype(jnp.float32)
-        table = gathered(self.output_table, compute_dtype(self.cfg)).astype(jnp.float32)
+        table = operand(self.output_table, compute_dtype(self.cfg)).astype(jnp.float32)
         logits = einsum("BTD,VD->BTV", x, table, out=("data", "context", "model"))
         ids = jnp.arange(logits.shape[-1])
         return jnp.where(ids < self.cfg.vocab_size, logits, -jnp.inf)

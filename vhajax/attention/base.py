@@ -15,7 +15,7 @@ from vhajax.attention.core import Window, attend
 from vhajax.cache import LayerCache, Layout
 from vhajax.layers import ACTIVATIONS, RMSNorm, normal
 from vhajax.rope import rotate
-from vhajax.sharding import Matrix, einsum, gathered, weight
+from vhajax.sharding import Matrix, Whole, einsum, gathered, operand, weight
 
 HEADS = ("data", "context", "model", None)  # [B, T, N, H]
 
@@ -75,19 +75,19 @@ class Attention(nnx.Module):
     def queries(self, x: jax.Array) -> jax.Array:
         """[B, T, D] → [B, T, N, H], before norm and RoPE."""
         if hasattr(self, "query_latent"):
-            latent = gathered(self.query_latent, x.dtype)
+            latent = operand(self.query_latent, x.dtype)
             x = einsum("BTD,DC->BTC", x, latent, out=ACTIVATIONS)
             x = self.query_latent_norm(x)
         return self.heads(x, "query")
 
     def heads(self, x: jax.Array, name: str) -> jax.Array:
         """A projection to heads, with its bias if it has one: [B, T, D] → [B, T, heads, H]."""
-        y = einsum("BTD,DNH->BTNH", x, gathered(getattr(self, name), x.dtype), out=HEADS)
+        y = einsum("BTD,DNH->BTNH", x, operand(getattr(self, name), x.dtype), out=HEADS)
         return y + gathered(getattr(self, f"{name}_bias"), x.dtype) if self.cfg.qkv_bias else y
 
     def shared(self, x: jax.Array, name: str) -> jax.Array:
         """A projection for all heads at once, with its bias if any: [B, T, D] → [B, T, C]."""
-        y = einsum("BTD,DC->BTC", x, gathered(getattr(self, name), x.dtype), out=ACTIVATIONS)
+        y = einsum("BTD,DC->BTC", x, operand(getattr(self, name), x.dtype), out=ACTIVATIONS)
         return y + gathered(getattr(self, f"{name}_bias"), x.dtype) if self.cfg.qkv_bias else y
 
     def rotated(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
@@ -102,14 +102,14 @@ class Attention(nnx.Module):
     def output(self, o: jax.Array, x: jax.Array) -> jax.Array:
         """Heads [B, T, N, H_v] and the layer's input [B, T, D] → [B, T, D]."""
         if self.cfg.output_gate:
-            gate = einsum("BTD,DNH->BTNH", x, gathered(self.gate, x.dtype), out=HEADS)
+            gate = einsum("BTD,DNH->BTNH", x, operand(self.gate, x.dtype), out=HEADS)
             o = o * jax.nn.sigmoid(gate)
         y = einsum("BTNH,NHD->BTD", o, self.output_weight(o.dtype), out=ACTIVATIONS)
         return y + gathered(self.out_bias, y.dtype) if self.cfg.out_bias else y
 
-    def output_weight(self, dtype: Any) -> jax.Array:
+    def output_weight(self, dtype: Any) -> jax.Array | Whole:
         """[N, H_v, D], whole along `data`."""
-        return gathered(self.out, dtype)
+        return operand(self.out, dtype)
 
     def project(self, x: jax.Array, positions: jax.Array) -> Any:
         """[B, T, D], [B, T] → what `expand` and `store` begin with; its `q` is [B, T, N, ·]."""

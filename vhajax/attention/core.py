@@ -4,6 +4,7 @@ Mechanisms give queries, keys and values; this file masks, normalises and shards
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,22 +46,31 @@ def attend(
             k, v = (own_heads(x, 2, q.shape[2], num_heads) for x in (k, v))
         if on_cpu:
             return attend_reference(q, k, v, mask, scale=scale, cap=cap)
-        import tokamax  # 7 s to import: only where its kernels run
-
-        return tokamax.dot_product_attention(
-            q,
-            k,
-            v,
-            mask=mask[:, None],
-            scale=scale,
-            is_causal=True,
-            logits_soft_cap=cap or None,
-            precision=HIGHEST if q.dtype == jnp.float32 else None,  # a TPU's default is bfloat16
-        )
+        return _tokamax(q, k, v, mask, scale=scale, cap=cap)
 
     mask = document_mask(reshard(segments, (batch, None)), window)
     places = [heads, kv_heads, kv_heads, (batch, None, None)]
-    return local(run, places, heads)(q, k, v, mask)
+    # Kernels do not say how their results vary over a mesh.
+    return local(run, places, heads, differentiable=on_cpu)(q, k, v, mask)
+
+
+def _tokamax(q, k, v, mask, *, scale: float, cap: float) -> jax.Array:
+    """Its kernel where it has one for these arguments, else its XLA form."""
+    import tokamax  # 7 s to import: only where its kernels run
+
+    # Left alone it goes by this machine's device, not by the one that is compiled for.
+    chosen: Any = ("mosaic_tpu", "xla") if platform() == "tpu" else None
+    return tokamax.dot_product_attention(
+        q,
+        k,
+        v,
+        mask=mask[:, None],
+        scale=scale,
+        is_causal=True,
+        logits_soft_cap=cap or None,
+        precision=HIGHEST if q.dtype == jnp.float32 else None,  # a TPU's default is bfloat16
+        implementation=chosen,
+    )
 
 
 def document_mask(segments: jax.Array, window: Window = None) -> jax.Array:

@@ -15,7 +15,7 @@ from vhajax.attention.core import HIGHEST
 from vhajax.attention.kernels import Rows
 from vhajax.layers import inverse_rms, normal
 from vhajax.rope import frequencies
-from vhajax.sharding import Matrix, einsum, gathered, weight
+from vhajax.sharding import Matrix, einsum, gathered, operand, weight
 
 RESIDUAL = 0.1  # norm of U Bᵀ over the norm of the shared matrix at the start
 
@@ -75,7 +75,7 @@ class LRKVAttention(Attention):
     def _latents(self, x: jax.Array, name: str) -> jax.Array | None:
         if not self.lrkv.rank:
             return None
-        down = gathered(self._factor(f"{name}_down"), x.dtype)
+        down = operand(self._factor(f"{name}_down"), x.dtype)
         return einsum("BTD,NDR->BTNR", x, down, out=HEADS)
 
     def project(self, x: jax.Array, positions: jax.Array) -> Factors:

@@ -10,7 +10,7 @@ from vhajax.attention.base import HEADS, Attention, Stored
 from vhajax.attention.cached import mix, rotated_scores, scores, softmax
 from vhajax.attention.core import HIGHEST
 from vhajax.layers import RMSNorm, inverse_rms, normal
-from vhajax.sharding import einsum, gathered, reshard, weight
+from vhajax.sharding import einsum, gathered, operand, reshard, weight
 
 
 class Latents(NamedTuple):
@@ -69,7 +69,7 @@ class MLAttention(Attention):
 
     def _whole_keys(self, made: Latents) -> jax.Array:
         """[B, T, N, H + H_rope] before norm and rotation."""
-        up = gathered(self.key_up, made.latent.dtype)
+        up = operand(self.key_up, made.latent.dtype)
         keys = einsum("BTC,CNH->BTNH", made.latent, up, out=HEADS)
         if made.shared_key is None:
             return keys
@@ -79,7 +79,7 @@ class MLAttention(Attention):
 
     def expand(self, made: Latents, positions: jax.Array):
         keys = self._rotate_tail(self.key_norm(self._whole_keys(made)), positions)
-        up = gathered(self.value_up, made.latent.dtype)
+        up = operand(self.value_up, made.latent.dtype)
         return made.q, keys, einsum("BTC,CNH->BTNH", made.latent, up, out=HEADS)
 
     def store(self, made: Latents, positions: jax.Array) -> Stored:

@@ -13,7 +13,7 @@ from vhajax import config
 from vhajax.attention.base import HEADS
 from vhajax.attention.gqa import GQAttention
 from vhajax.layers import normal
-from vhajax.sharding import Matrix, einsum, gathered, reshard, weight
+from vhajax.sharding import Matrix, Whole, einsum, gather, gathered, operand, reshard, weight
 
 
 class VHAttention(GQAttention):
@@ -56,16 +56,16 @@ class VHAttention(GQAttention):
         B, T, K, P, H = virtual.shape
         return reshard(virtual.reshape(B, T, K * P, H), HEADS)
 
-    def output_weight(self, dtype: Any) -> jax.Array:
+    def output_weight(self, dtype: Any) -> jax.Array | Whole:
         """M W_O with M = I + V Uᵀ: Σ_h o[h] M[j, h] W_O[j] summed over j, [N, H_v, D].
 
         Postmix is linear, so W_O takes it: N²·H·D/2 multiply-adds a step instead of N²·H/2 (both
         at rank N/4) a token, less from D tokens on, and no activation of its own to keep.
         """
         if not self.vha.rank:
-            return gathered(self.out, dtype)
+            return operand(self.out, dtype)
         mixed = fold_postmix(self.postmix_u[...], self.postmix_v[...], self.out[...])
-        return reshard(mixed.astype(dtype), ("model", None, None))
+        return gather(mixed, ("model", None, "data"), dtype)
 
 
 def init_premix(key: jax.Array, K: int, Q: int, H: int) -> jax.Array:
