@@ -23,7 +23,8 @@ def main(args: list[str]) -> int:
     options, fields = parser.parse_known_args(args)
     what = experiment.override(experiment.load(options.experiment), fields, "restored")
     flags = (options.coordinator, options.num_processes, options.process_id)
-    peers = distributed.join(distributed.find_place(distributed.Flags(*flags)), what.hosts)
+    place = distributed.find_place(distributed.Flags(*flags), what.hosts.join_timeout)
+    peers = distributed.join(place, what.hosts)
     with peers.together():
         compare(what, options.run_dir, dict(np.load(options.expected)), peers)
     distributed.leave()

@@ -9,6 +9,7 @@ import pytest
 from oracle import assert_near, mesh_of
 
 from vhajax import cache, config
+from vhajax.attention import core
 from vhajax.attention.cached import TILE, WIDE_TILE, mix, read, rotated_scores, scores, softmax
 from vhajax.attention.core import attend as attend_scaled
 from vhajax.attention.core import attend_reference, document_mask
@@ -93,6 +94,23 @@ def test_sharded_attention_equals_attention_on_one_device(mesh, heads, kv_heads)
     with jax.set_mesh(mesh_of(*mesh)):
         actual = jax.jit(attend)(q, k, v, SEGMENTS)
     assert_near(actual, oracle.attention(q, k, v, oracle.document_mask(SEGMENTS)), 2e-6)
+
+
+@pytest.mark.filterwarnings("ignore:a dimension of")
+@pytest.mark.parametrize(
+    ("mesh", "heads", "kv_heads"),
+    [((2, 4), 8, 4), ((2, 4), 8, 2), ((4, 2), 2, 1), ((4, 2), 12, 3), ((2, 4), 6, 2)],
+)
+def test_gradients_of_accelerators_attention_over_devices(mesh, heads, kv_heads, monkeypatch):
+    """tokamax's XLA form, in the untracked `shard_map` that its kernels need."""
+    q, k, v = noise(B, T, heads, H), noise(B, T, kv_heads, H), noise(B, T, kv_heads, H)
+    objective = lambda *qkv: jnp.sum(jnp.sin(attend(*qkv, SEGMENTS)))  # noqa: E731
+    expected = jax.grad(objective, argnums=(0, 1, 2))(q, k, v)
+    monkeypatch.setattr(core, "platform", lambda: "gpu")
+    with jax.set_mesh(mesh_of(*mesh)):
+        found = jax.jit(jax.grad(objective, argnums=(0, 1, 2)))(q, k, v)
+    for actual, wanted in zip(found, expected, strict=True):
+        assert_near(actual, wanted, 5e-6)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])

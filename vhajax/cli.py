@@ -163,7 +163,7 @@ def _train(args: list[str]) -> int:
     from vhajax import distributed, train  # JAX from here on
 
     flags = distributed.Flags(options.coordinator, options.num_processes, options.process_id)
-    place = distributed.find_place(flags)
+    place = distributed.find_place(flags, experiment.hosts.join_timeout)
     with _clear_stdout(place.count > 1):
         peers = distributed.join(place, experiment.hosts)
         result = train.train(

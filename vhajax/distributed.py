@@ -1,10 +1,11 @@
 """Joining a run of several processes: where each one stands, and the start of JAX's runtime."""
 
 import os
+import warnings
 from dataclasses import dataclass
 
 from vhajax.config import Hosts
-from vhajax.errors import UserError
+from vhajax.errors import PeerLostError, UserError
 from vhajax.peers import ALONE, Peers, Place
 
 
@@ -17,11 +18,13 @@ class Flags:
     process_id: int | None = None
 
 
-def find_place(flags: Flags) -> Place:
+def find_place(flags: Flags, timeout: int) -> Place:
     """This process among those of its run, from flags or from SLURM's, GKE's or a TPU VM's word.
 
+    timeout: seconds for which a name that is not known yet is asked for.
     Raises:
       UserError: some of the flags are there and some are not, or they make no sense.
+      PeerLostError: process 0's host is not known in time.
     """
     given = (flags.coordinator, flags.num_processes, flags.process_id)
     if any(value is not None for value in given):
@@ -29,9 +32,15 @@ def find_place(flags: Flags) -> Place:
     # JAX knows the clusters, but has no public function that only asks them.
     from jax._src.clusters import ClusterEnv
 
-    address, count, index, devices = ClusterEnv.auto_detect_unset_distributed_params(
-        None, None, None, None, None, None
-    )
+    try:
+        with warnings.catch_warnings(action="ignore"):  # Kubernetes needs flags: see launch/
+            address, count, index, devices = ClusterEnv.auto_detect_unset_distributed_params(
+                None, None, None, None, None, timeout
+            )
+    except (RuntimeError, OSError) as error:
+        raise PeerLostError(
+            f"Process 0's host cannot be found ({error}); is it running?"
+        ) from error
     if address is None or count is None or index is None:
         return ALONE
     return Place(address, count, index, tuple(devices) if devices else None)
