@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on all hosts of a Cloud TPU VM slice, at the commit that is checked out here:
 #   launch/tpu_vm.sh [--dry-run] NAME ZONE EXPERIMENT RUN_DIR [overrides…]
-#   launch/tpu_vm.sh my-v5e-16 us-west4-a lrkv_1b2_lrkv /mnt/runs/a --mesh.data 16
+#   launch/tpu_vm.sh my-v5e-16 us-west4-a lrkv_1b2_lrkv /mnt/runs/a --mesh.data 16 --train.grad-accum 1
 # RUN_DIR must be storage that all hosts see at the same path, such as a bucket mounted there or NFS.
 # Each host gets the commit from this checkout's origin (so push it first) into ~/vhajax and makes its
 # environment, which includes the TPU's libraries. `vhajax train` finds the other hosts by itself.

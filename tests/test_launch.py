@@ -17,6 +17,8 @@ import jsonschema
 import pytest
 import yaml
 
+from vhajax import experiment
+
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "launch"
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
@@ -810,3 +812,25 @@ def test_jobset_of_gpus_says_who_is_who() -> None:
         "--process-id",
     ]
     assert {name for arg in container["args"] for name in re.findall(VARIABLE, arg)} == set(env)
+
+
+# ------------------------------------------------------------------ what the files show
+
+
+def shown() -> list[list[str]]:
+    """Arguments of `vhajax train` in every example: the experiment, then what follows it."""
+    pods = [job(jobset(name))["template"]["spec"] for name in JOBSETS]
+    found = [pod["containers"][0]["command"][2:] for pod in pods]
+    for name in ("slurm.sbatch", "tpu_vm.sh", "local.py"):
+        for line in (LAUNCH / name).read_text().splitlines():
+            match = re.search(r"(lrkv_1b2_lrkv|demo_vha) (.*--mesh\.data .*)", line)
+            found += [[match[1], *match[2].split()]] if match else []
+    return found
+
+
+def test_examples_are_experiments_that_the_configuration_accepts() -> None:
+    assert len(shown()) == 5
+    for name, *rest in shown():
+        first = next(i for i, word in enumerate(rest) if "." in word)  # the overrides come last
+        made = experiment.override(experiment.load(name), rest[first:], "train")
+        assert made.mesh.data == (8 if name == "demo_vha" else 16)

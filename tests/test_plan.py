@@ -13,7 +13,7 @@ from test_kernel_compile import pytestmark  # noqa: F401 (libtpu's wheels)
 from tiny import run_json
 
 from pallas_kernels import ahead
-from vhajax import cli, experiment, hardware, plan, plan_report
+from vhajax import cli, estimate, experiment, hardware, plan, plan_report, program, topology
 from vhajax.config import GQA, VHA, Data, Experiment, Mesh, Model, Optim, Train
 from vhajax.errors import UserError
 
@@ -30,9 +30,9 @@ NORMS = (2 * LAYERS + 1) * D + LAYERS * 2 * H  # QK-norm's too
 
 
 @functools.cache
-def planned(topology: str, mesh: str | None = None) -> plan.Plan:
-    where = plan.target(topology, mesh)
-    return plan.train(plan.placed(TINY, where), where)
+def planned(name: str, mesh: str | None = None) -> plan.Plan:
+    where = topology.target(name, mesh)
+    return plan.train(topology.placed(TINY, where), where)
 
 
 def traffic(made: plan.Plan, part: str) -> dict[str, tuple[int, float]]:
@@ -43,12 +43,12 @@ def traffic(made: plan.Plan, part: str) -> dict[str, tuple[int, float]]:
 
 
 def test_a_topology_and_a_mesh_are_read():
-    assert plan.target("v5e:4x4", None).mesh == Mesh(data=16)
-    assert plan.target("v6e:8x8", "data=16,model=4").mesh == Mesh(data=16, model=4)
-    assert plan.target("h100:8", "model=2,data=4").mesh == Mesh(data=4, model=2)
-    assert plan.target("v5p:2x2x1", None).devices == 4
-    assert plan.target("tpu7x:2x2x1", None).devices == 8  # two cores a chip
-    assert plan.target("v4:2x2x1", None).accelerator is hardware.ACCELERATORS["v4"]
+    assert topology.target("v5e:4x4", None).mesh == Mesh(data=16)
+    assert topology.target("v6e:8x8", "data=16,model=4").mesh == Mesh(data=16, model=4)
+    assert topology.target("h100:8", "model=2,data=4").mesh == Mesh(data=4, model=2)
+    assert topology.target("v5p:2x2x1", None).devices == 4
+    assert topology.target("tpu7x:2x2x1", None).devices == 8  # two cores a chip
+    assert topology.target("v4:2x2x1", None).accelerator is hardware.ACCELERATORS["v4"]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_missing_compiler_is_named(monkeypatch):
 
     monkeypatch.setattr(ahead, "topology", missing)
     with pytest.raises(UserError, match="needs libtpu"):
-        plan.device_mesh(plan.target("v5e:2x2", None))
+        topology.device_mesh(topology.target("v5e:2x2", None))
 
 
 # ------------------------------------------------------------------ by hand
@@ -111,20 +111,20 @@ def test_what_is_replicated_needs_not_be_gathered():
 
 
 def test_the_estimate():
-    where = plan.target("v5e:2x2", None)  # 197e12 FLOP/s, 819e9 and 200e9 bytes/s
-    costs = plan.Costs(flops=197e12, accessed=2 * 819e9, optimal=math.nan)
-    made = plan.estimate(where, costs, sent=50e9, model_flops=4 * 98.5e12)
+    where = topology.target("v5e:2x2", None)  # 197e12 FLOP/s, 819e9 and 200e9 bytes/s
+    costs = estimate.Costs(flops=197e12, accessed=2 * 819e9, optimal=math.nan)
+    made = estimate.estimate(where, costs, sent=50e9, model_flops=4 * 98.5e12)
     assert (made.compute, made.memory, made.collectives) == (1, 2, 0.25)
     assert made.seconds == 2.25
     assert made.mfu == pytest.approx(0.5 / 2.25)
-    sane = plan.estimate(where, dataclasses.replace(costs, optimal=3.0), 50e9, 4 * 98.5e12)
+    sane = estimate.estimate(where, dataclasses.replace(costs, optimal=3.0), 50e9, 4 * 98.5e12)
     assert sane.seconds == 3
     assert sane.mfu == pytest.approx(0.5 / 3)
 
 
 def test_costs_of_layers():
-    one, two = plan.Costs(10, 100, math.nan), plan.Costs(13, 150, 1)
-    made = plan.extrapolate(one, two, 4)
+    one, two = estimate.Costs(10, 100, math.nan), estimate.Costs(13, 150, 1)
+    made = estimate.extrapolate(one, two, 4)
     assert (made.flops, made.accessed) == (19, 250)
     assert math.isnan(made.optimal)
 
@@ -136,7 +136,7 @@ def test_collectives_of_a_small_model_are_those_that_fsdp_needs():
     made = planned("v5e:2x2")
     share = ACCUM * 2 * 3 / 4  # bytes of bfloat16 that one of 4 devices sends, micro-batches
     gathers = 2 * LAYERS * LAYER + TABLES
-    found = traffic(made, plan.PARTS[0])
+    found = traffic(made, program.PARTS[0])
     assert found["all-gather"] == (ACCUM * (2 * LAYERS * 7 + 2), share * gathers)
     assert found.keys() == {"all-gather", "reduce-scatter", "all-reduce"}
     # XLA sums some small weights' gradients whole (twice the bytes), as it must those of norms,
@@ -149,7 +149,7 @@ def test_collectives_of_a_small_model_are_those_that_fsdp_needs():
 
 
 def test_muon_exchanges_layers_and_gathers_none():
-    found = traffic(planned("v5e:2x2"), plan.PARTS[1])
+    found = traffic(planned("v5e:2x2"), program.PARTS[1])
     # 3 layers, filled up to 4, to whole matrices and back, float32.
     assert found["all-to-all"] == (14, 2 * 3 / 4 * 4 * LAYER * 4 / 4)
     assert found.keys() == {"all-to-all", "all-reduce"}
@@ -157,11 +157,11 @@ def test_muon_exchanges_layers_and_gathers_none():
 
 def test_memory_is_what_the_compiler_counts(monkeypatch):
     seen = []
-    read = plan._memory
-    monkeypatch.setattr(plan, "_memory", lambda c, *rest: seen.append(c) or read(c, *rest))
+    read = program.memory_of
+    monkeypatch.setattr(program, "memory_of", lambda c, *rest: seen.append(c) or read(c, *rest))
     monkeypatch.setattr(plan, "_estimate", lambda *_: None)
-    where = plan.target("v5e:2x2", None)
-    held = plan.train(plan.placed(TINY, where), where).memory
+    where = topology.target("v5e:2x2", None)
+    held = plan.train(topology.placed(TINY, where), where).memory
     found = seen[0].memory_analysis()
     assert held.parameters + held.optimizer + held.inputs == found.argument_size_in_bytes
     assert held.activations + held.temporaries == found.temp_size_in_bytes
@@ -181,16 +181,16 @@ def test_memory_is_what_the_compiler_counts(monkeypatch):
     assert 0 <= held.inputs < 2**20
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x2", pytest.param("h100:2", marks=pytest.mark.slow)])
-def test_a_plan_is_told_as_json_and_as_text(topology):
-    made = planned(topology)
+@pytest.mark.parametrize("name", ["v5e:2x2", pytest.param("h100:2", marks=pytest.mark.slow)])
+def test_a_plan_is_told_as_json_and_as_text(name):
+    made = planned(name)
     values = plan_report.report(made)
     text = plan_report.describe({"experiment": "tiny", **values})
     assert values["memory_per_device"]["fits"] is True
     assert values["devices"] == made.target.devices
     assert 0 < values["estimate"]["mfu"] < 1
-    assert values["sent_per_device"][plan.PARTS[0]] > 0
-    assert topology in text
+    assert values["sent_per_device"][program.PARTS[0]] > 0
+    assert name in text
     assert "an estimate" in text
     assert values["warnings"] == []
     assert 1 <= values["forward_and_backward_over_minimum"] < 1.1
@@ -218,14 +218,14 @@ def test_a_step_that_the_compiler_cannot_fit_is_refused():
                 "space hbm. Used 18.26G of 15.75G hbm. Exceeded hbm capacity by 2.51G."
             )
 
-    where = plan.target("v5e:1x1", None)
+    where = topology.target("v5e:1x1", None)
     with pytest.raises(UserError, match=r"not fit the memory of v5e:1x1 \(.*Used 18.26G of 15.75G"):
-        plan._compile(Lowered(), where, [])
+        program.compile_for(where.topology, Lowered(), [])
 
 
 def test_an_involuntary_rematerialisation_is_heard():
     """A canary: if the compiler's warning changes its words, or is not written, this fails."""
-    with plan._hushed():
+    with program.hushed():
         devices = ahead.topology("v5e:2x2")
     mesh = jax.make_mesh((2, 2), ("a", "b"), (AxisType.Explicit,) * 2, devices=devices)
     spec = PartitionSpec(None, "a", "b")
@@ -233,13 +233,13 @@ def test_an_involuntary_rematerialisation_is_heard():
     with jax.set_mesh(mesh):
         move = jax.jit(lambda x: jax.reshard(jnp.sin(x), PartitionSpec(("a", "b"), None, None)))
         told: list[str] = []
-        plan._compile(move.lower(x), plan.target("v5e:2x2", None), told)
+        program.compile_for("v5e:2x2", move.lower(x), told)
     assert len(told) == 1
-    assert plan.INVOLUNTARY in told[0]
+    assert program.INVOLUNTARY in told[0]
 
 
 def test_a_large_array_on_every_device_is_told():
-    with plan._hushed():
+    with program.hushed():
         devices = ahead.topology("v5e:2x2")
     mesh = jax.make_mesh((4,), ("a",), (AxisType.Explicit,), devices=devices)
 
@@ -248,7 +248,7 @@ def test_a_large_array_on_every_device_is_told():
         return jax.ShapeDtypeStruct((size,), jnp.float32, sharding=where)
 
     tree = {"big": array(2**22), "small": array(2**20), "spread": array(2**25, "a")}
-    told = plan._replicated({"parameter": tree}, plan.target("v5e:2x2", None))
+    told = program.replicated({"parameter": tree}, 4)
     assert told == ["parameter ['big'] of 16,777,216 bytes lies whole on every device"]
 
 
@@ -263,23 +263,24 @@ SHOWN = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "topology"), SHOWN)
-def test_plans_that_are_shown(name, topology, monkeypatch):
-    if (name, topology) != ("vha_1b7_vha", "v5e:4x4"):  # three more programs each
-        estimate = plan.estimate(plan.target(topology, None), plan.Costs(1.0, 1.0, 1.0), 0.0, 1.0)
-        monkeypatch.setattr(plan, "_estimate", lambda *_: estimate)
-    where = plan.target(topology, None)
-    options = [*SHOWN[name, topology], "--train.remat", "dots"]
-    found = experiment.override(plan.elsewhere(experiment.load(name)), options, "plan")
-    made = plan.train(plan.placed(found, where), where)
+@pytest.mark.parametrize(("name", "slice_"), SHOWN)
+def test_plans_that_are_shown(name, slice_, monkeypatch):
+    if (name, slice_) != ("vha_1b7_vha", "v5e:4x4"):  # three more programs each
+        nothing = estimate.Costs(1.0, 1.0, 1.0)
+        made = estimate.estimate(topology.target(slice_, None), nothing, 0.0, 1.0)
+        monkeypatch.setattr(plan, "_estimate", lambda *_: made)
+    where = topology.target(slice_, None)
+    options = [*SHOWN[name, slice_], "--train.remat", "dots"]
+    found = experiment.override(topology.elsewhere(experiment.load(name)), options, "plan")
+    made = plan.train(topology.placed(found, where), where)
     assert made.fits
-    assert traffic(made, plan.PARTS[0]).keys() <= {
+    assert traffic(made, program.PARTS[0]).keys() <= {
         "all-gather",
         "reduce-scatter",
         "all-reduce",
         "collective-permute",
     }
-    assert made.minimum <= made.sent(plan.PARTS[0]) <= 1.2 * made.minimum
-    assert not [warning for warning in made.warnings if plan.INVOLUNTARY in warning]
+    assert made.minimum <= made.sent(program.PARTS[0]) <= 1.2 * made.minimum
+    assert not [warning for warning in made.warnings if program.INVOLUNTARY in warning]
     assert 0 < made.estimate.mfu < 1
-    assert (made.sent(plan.PARTS[1], "all-to-all") > 0) == (found.optim.name == "muon")
+    assert (made.sent(program.PARTS[1], "all-to-all") > 0) == (found.optim.name == "muon")

@@ -384,17 +384,17 @@ def _plan(args: list[str]) -> int:
     overrides, plain = _split_overrides(args)
     options = parser.parse_args(plain)
     from vhajax import experiment as experiments
-    from vhajax import plan, plan_report
+    from vhajax import plan, plan_report, topology
 
-    found = plan.elsewhere(experiments.load(options.experiment))
+    found = topology.elsewhere(experiments.load(options.experiment))
     found = experiments.override(found, overrides, f"vhajax train {options.experiment}")
-    where = plan.target(options.topology, options.mesh)
+    where = topology.target(options.topology, options.mesh)
     with plan_report.progress(options.topology) as tell:
         if options.decode:
             context = found.data.seq_len if options.context is None else options.context
             made = plan.decode(found, where, context, options.batch, tell)
         else:
-            made = plan.train(plan.placed(found, where), where, tell)
+            made = plan.train(topology.placed(found, where), where, tell)
     values = {"experiment": options.experiment, **plan_report.report(made)}
     _emit(options.json, values, plan_report.describe(values))
     return 0

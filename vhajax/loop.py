@@ -114,7 +114,10 @@ class Loop:
         """The state after each step; raises StopAsked once it is saved."""
         for done, batch in enumerate(self._batches(), self.start + 1):
             self.trace.before(done)
-            self.peers.beat(f"starting step {done}", patience=COMPILING if self._first(done) else 1)
+            if self._first(done):
+                self.peers.beat(f"compiling step {done}", patience=COMPILING)
+            else:  # some devices compute, and wait for others, in this call
+                self.peers.beat(f"{COMPUTING} in step {done}")
             state, values = self.step(state, batch)
             self.dispatched.append((done, values))
             saves, evaluates = self._saves_after(done), self._evaluates_after(done)

@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from vhajax.cost_report import Table, binary, draw
-from vhajax.plan import PARTS, Plan
+from vhajax.plan import Plan
+from vhajax.program import PARTS
 
 
 def report(plan: Plan) -> dict[str, Any]:
