@@ -16,6 +16,15 @@ os.environ["XLA_FLAGS"] = (
 import jax  # noqa: E402
 
 
+@pytest.fixture(scope="module")
+def programs_kept():
+    """Compiled programs of a file's tests are kept on disk, for its later tests and processes."""
+    import tiny
+
+    with tiny.programs_kept():
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _programs_end_with_their_file(request):
     """A process may map 65,530 pieces of memory, of which compiled programs take several each."""

@@ -18,13 +18,10 @@ from vhajax import cli
 from vhajax.config import VHA
 from vhajax.manifest import load_manifest
 
-pytestmark = pytest.mark.filterwarnings("ignore:the mesh uses:UserWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs_kept():
-    with tiny.programs_kept():
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("programs_kept"),
+    pytest.mark.filterwarnings("ignore:the mesh uses:UserWarning"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -9,19 +9,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tiny import TEXTS, after_step, changed, gqa_experiment, prepare_texts, programs_kept
+from tiny import TEXTS, after_step, changed, gqa_experiment, prepare_texts
 
 from vhajax import cli, runs, train
 from vhajax import experiment as experiments
 from vhajax.config import Experiment
 
-pytestmark = pytest.mark.filterwarnings("ignore:the mesh uses 1 of 8 devices")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs():
-    with programs_kept():
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("programs_kept"),
+    pytest.mark.filterwarnings("ignore:the mesh uses 1 of 8 devices"),
+]
 
 
 @pytest.fixture(scope="module")

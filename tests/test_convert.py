@@ -27,17 +27,14 @@ from vhajax import (
 from vhajax.config import GQA, LRKV, MFA, MLA, VHA
 from vhajax.errors import PREEMPTED, UserError
 
-pytestmark = pytest.mark.filterwarnings("ignore:the mesh uses:UserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("programs_kept"),
+    pytest.mark.filterwarnings("ignore:the mesh uses:UserWarning"),
+]
 
 L, D, N, K, H, T, R = 2, 24, 4, 2, 8, 11, 3
 ODD = {"value_dim": 6, "qkv_bias": True, "out_bias": True, "output_gate": True, "logit_cap": 5.0}
 PART = "blocks.attention."
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs_kept():
-    with tiny.programs_kept():
-        yield
 
 
 def model_of(attention: config.Attention, **more) -> config.Model:

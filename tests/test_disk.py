@@ -12,11 +12,7 @@ from tiny import assert_bitwise, changed, rows, stored
 from vhajax import checkpoint, train
 from vhajax.config import Experiment
 
-
-@pytest.fixture(scope="module", autouse=True)
-def programs_kept():
-    with tiny.programs_kept():
-        yield
+pytestmark = pytest.mark.usefixtures("programs_kept")
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,8 @@ from tiny import changed, rows, stored
 from vhajax import checkpoint, train
 from vhajax.config import Experiment, Mesh
 
+pytestmark = pytest.mark.usefixtures("programs_kept")
+
 HOST = socket.gethostname()
 FIELDS = {
     "train.steps": 12,
@@ -68,12 +70,6 @@ def slow_read(self, index):
 
 data._Steps.__getitem__ = slow_read
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs_kept():
-    with tiny.programs_kept():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ from tiny import changed, rows, stored
 from vhajax import checkpoint
 from vhajax.config import Experiment
 
+pytestmark = pytest.mark.usefixtures("programs_kept")
+
 STEPS = 40
 FIELDS = {
     "train.steps": STEPS,
@@ -22,12 +24,6 @@ FIELDS = {
     "train.keep_checkpoints": 2,
     "train.keep_every": 12,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs_kept():
-    with tiny.programs_kept():
-        yield
 
 
 @pytest.fixture(scope="module")

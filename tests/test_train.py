@@ -40,15 +40,12 @@ from vhajax.manifest import load_manifest
 from vhajax.prepare import is_heldout
 from vhajax.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:the mesh uses:UserWarning", "ignore:a dimension of:UserWarning"
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs_kept():
-    with tiny.programs_kept():
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("programs_kept"),
+    pytest.mark.filterwarnings(
+        "ignore:the mesh uses:UserWarning", "ignore:a dimension of:UserWarning"
+    ),
+]
 
 
 @pytest.fixture(scope="module")
