@@ -65,7 +65,7 @@ def compile_for(topology: str, lowered: Any, told: list[str]) -> tuple[Any, floa
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise UserError(
-            f"The step does not fit the memory of {topology} ({line(error)}); take more "
+            f"The step does not fit the memory of {topology} ({brief(error)}); take more "
             "devices, raise train.grad_accum, or set train.remat to full."
         ) from error
     except UnsupportedError as error:
@@ -149,6 +149,6 @@ def hushed() -> Iterator[list[str]]:
             lines += file.read().splitlines()
 
 
-def line(error: Exception) -> str:
+def brief(error: Exception) -> str:
     """The first lines of a compiler's error, without its full stop."""
     return " ".join(str(error).split())[:300].rstrip(". ")

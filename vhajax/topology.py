@@ -11,7 +11,7 @@ from pallas_kernels import ahead
 from vhajax import config, hardware, sharding
 from vhajax.errors import UserError
 from vhajax.mechanisms import require
-from vhajax.program import hushed, line
+from vhajax.program import brief, hushed
 
 CHIPS = (*ahead.TOPOLOGIES, "v4", *ahead.GPUS)
 CORES = {"tpu7x": 2}  # JAX devices of a chip
@@ -101,6 +101,6 @@ def device_mesh(where: Target) -> jax.sharding.Mesh:
         raise UserError(str(error)) from error
     except jax.errors.JaxRuntimeError as error:
         raise UserError(
-            f"--topology is {where.topology!r}, which the compiler refuses ({line(error)}); "
+            f"--topology is {where.topology!r}, which the compiler refuses ({brief(error)}); "
             "choose one that is built."
         ) from error
