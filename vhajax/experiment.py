@@ -99,8 +99,11 @@ def _sentence(box: str, program: str) -> str:
 
 @contextlib.contextmanager
 def _importable(folder: Path):
+    """Without bytecode: a full disk leaves half a file of it, which Python then trips over."""
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     sys.path.insert(0, str(folder))
     try:
         yield
     finally:
         sys.path.remove(str(folder))
+        sys.dont_write_bytecode = before
