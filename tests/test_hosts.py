@@ -325,6 +325,7 @@ def start_launcher(file: Path, folder: Path, *args: str, **settings: str) -> sub
 # ------------------------------------------------------------------ SLURM
 
 
+@pytest.mark.slow
 def test_slurm_tells_each_task_its_place(file, tmp_path):
     """JAX takes the port from the number of the job."""
     job = str(4096 * 3 + 1234)
