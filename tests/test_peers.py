@@ -134,7 +134,8 @@ def test_the_death_of_process_0_is_seen_by_the_others(three):
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_a_silent_process_is_named_in_time(three, frozen):
+def test_a_silent_process_is_named_in_time(frozen):
+    three = Group(3, Hosts(join_timeout=5, silence_timeout=2, progress_timeout=60))
     three.peers[frozen].beat("reading the batch of step 9")
     time.sleep(1)
     three.freeze(frozen)
@@ -172,6 +173,16 @@ def test_patience(three):
         three.peers[i].beat(f"{COMPUTING} in step 1")
     time.sleep(2.5)
     assert three.ends == {}  # they wait for one that has time until second 6
+
+
+def test_who_is_late_is_named_while_others_still_have_time(three):
+    three.peers[0].beat("compiling step 1", patience=6)
+    three.peers[1].beat("reading the batch of step 1")
+    three.peers[2].beat("compiling step 1", patience=6)
+    sentence, status = three.wait_for_ends(0, 1, 2, seconds=4)[0]
+    assert status == 76
+    assert sentence.startswith(f"the run stands still: process 1 ({HOST}) has been reading the ")
+    assert "compiling" not in sentence
 
 
 def test_progress_keeps_a_run_alive(three):

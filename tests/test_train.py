@@ -526,6 +526,33 @@ def test_init_into_a_run_with_checkpoints_is_refused(vha, vha_run, copied):
         train.train(vha, copied, init_from=vha_run)
 
 
+def test_a_run_that_is_being_trained_is_refused(gqa, gqa_run, tmp_path):
+    run = shutil.copytree(gqa_run, tmp_path / "run")
+    TORN["names missing"](run / "checkpoints/6")
+    with (
+        runs.locked(run),
+        pytest.raises(UserError, match="is being trained by another process; wait for it"),
+    ):
+        train.train(gqa, run)
+    assert (run / "checkpoints/6").is_dir()  # it may be the other one's, half written
+    assert train.train(gqa, run).finished
+
+
+def test_a_refused_command_renames_nothing(gqa, gqa_run, tmp_path):
+    run = shutil.copytree(gqa_run, tmp_path / "run")
+    TORN["sizes missing"](run / "checkpoints/6")
+    with pytest.raises(UserError, match=r"data\.seed is 1, but the run"):
+        train.train(changed(gqa, {"data.seed": 1}), run)
+    assert (run / "checkpoints/6").is_dir()
+
+
+def test_a_profile_of_steps_that_are_past_is_refused(gqa, gqa_run, tmp_path):
+    run = shutil.copytree(gqa_run, tmp_path / "run")
+    longer = changed(gqa, {"train.steps": 8})
+    with pytest.raises(UserError, match="--profile begins at step 6, but the run goes on after"):
+        train.train(longer, run, profile=(6, 7))
+
+
 # Checkpoints that are not what they should be.
 
 

@@ -67,8 +67,10 @@ def _flaw(path: Path) -> str | None:
                 return f"{name} is missing"
             if name != LATER and size != sizes[name]:
                 return f"{name} has {size} bytes, not {sizes[name]}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
         return f"{SEAL} is not there or not whole ({type(error).__name__})"
+    except OSError as error:  # of the disk or network, not of the checkpoint
+        raise UserError(f"{path} cannot be read ({error}); mend that, then try again.") from error
     return None
 
 
@@ -90,7 +92,12 @@ def set_torn_aside(run: Path) -> list[str]:
         while (aside := path.with_name(name)).exists():
             number += 1
             name = f"{path.name.split('.')[0]}.torn{number}"
-        path.rename(aside)
+        try:
+            path.rename(aside)
+        except OSError as error:
+            raise UserError(
+                f"{path} is torn and cannot be renamed ({error}); mend that."
+            ) from error
         told.append(f"the checkpoint {path} is torn ({flaw}), kept as {aside.name} and skipped")
     return told
 
@@ -117,7 +124,10 @@ class Checkpointer:
             raise UserError(f"{run} cannot be written ({error}); choose another folder.") from error
         self._writer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(),
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._complete),
+            async_options=ocp.AsyncOptions(
+                timeout_secs=6 * experiment.hosts.progress_timeout,
+                post_finalization_callback=self._complete,
+            ),
         )
         self._quiet = contextlib.ExitStack()
         self._quiet.enter_context(_closed_loops_are_no_news())
@@ -181,6 +191,10 @@ class Checkpointer:
         try:
             what()
         except (OSError, ValueError, RuntimeError, UserError) as error:
+            self._started = None  # Orbax tells of it once: no later wait may take it as written
+            self._quiet.pop_all()  # what it still writes will fail, too
+            if _by_a_peer(error):
+                raise
             raise _failed(self.run, error) from error
 
     def finish(self) -> None:
@@ -319,6 +333,8 @@ def _reading(run: Path, step: int) -> Iterator[None]:
         try:
             yield
         except Exception as error:
+            if _by_a_peer(error):
+                raise
             raise _corrupt(run, step, error) from error
 
 
@@ -337,6 +353,13 @@ def _closed_loops_are_no_news() -> Iterator[None]:
     sys.unraisablehook = before
 
 
+def _by_a_peer(error: BaseException | None) -> bool:
+    """Whether a collective broke inside Orbax: another process is lost, no file is to blame."""
+    while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
+        error = error.__cause__ or error.__context__
+    return error is not None and jax.process_count() > 1
+
+
 def _item(run: Path, step: int, item: str) -> Path:
     return (run / runs.CHECKPOINTS / str(step) / item).resolve()
 
@@ -351,4 +374,6 @@ def _corrupt(run: Path, step: int, error: Exception) -> UserError:
 
 def _failed(run: Path, error: Exception) -> UserError:
     cause = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-    return UserError(f"A checkpoint of {run} could not be written ({cause}); free the disk.")
+    return UserError(
+        f"A checkpoint of {run} could not be written ({cause}); free the disk or mend the folder."
+    )

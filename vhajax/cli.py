@@ -124,21 +124,7 @@ def _emit(as_json: bool, values: dict[str, Any], text: str) -> None:
 def _train(args: list[str]) -> int:
     from vhajax import experiment as experiments
 
-    parser = _parser("train", "Train, or go on with, a run.", add_help=False)
-    parser.add_argument("experiment", nargs="?", help="a path, or a bare name in experiments/")
-    parser.add_argument("--run-dir", type=Path, help="default: runs/EXPERIMENT")
-    parser.add_argument("--init-from", type=Path, metavar="RUN", help="start with its weights only")
-    parser.add_argument("--steps", help="short for --train.steps")
-    parser.add_argument("--eval-every", help="short for --train.eval-every")
-    parser.add_argument("--skip-bad-steps", help="short for --train.skip-bad-steps")
-    parser.add_argument("--profile", metavar="A:B", help="trace steps A to B with JAX's profiler")
-    several = parser.add_argument_group(
-        "several processes", "Found by themselves under SLURM, on GKE's TPUs and on TPU VMs."
-    )
-    several.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0")
-    several.add_argument("--num-processes", type=int, metavar="N")
-    several.add_argument("--process-id", type=int, metavar="I", help="from 0")
-    parser.add_argument("-h", "--help", action="store_true", help="EXPERIMENT -h: every field")
+    parser = _train_parser()
     overrides, plain = _split_overrides(args)
     options, unknown = parser.parse_known_args(plain)
     rest = overrides + unknown
@@ -173,6 +159,25 @@ def _train(args: list[str]) -> int:
     if peers.index == 0:
         _tell(options.json, run, result)
     return result.status
+
+
+def _train_parser() -> _Parser:
+    parser = _parser("train", "Train, or go on with, a run.", add_help=False)
+    parser.add_argument("experiment", nargs="?", help="a path, or a bare name in experiments/")
+    parser.add_argument("--run-dir", type=Path, help="default: runs/EXPERIMENT")
+    parser.add_argument("--init-from", type=Path, metavar="RUN", help="start with its weights only")
+    parser.add_argument("--steps", help="short for --train.steps")
+    parser.add_argument("--eval-every", help="short for --train.eval-every")
+    parser.add_argument("--skip-bad-steps", help="short for --train.skip-bad-steps")
+    parser.add_argument("--profile", metavar="A:B", help="trace steps A to B with JAX's profiler")
+    several = parser.add_argument_group(
+        "several processes", "Found by themselves under SLURM, on GKE's TPUs and on TPU VMs."
+    )
+    several.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0")
+    several.add_argument("--num-processes", type=int, metavar="N")
+    several.add_argument("--process-id", type=int, metavar="I", help="from 0")
+    parser.add_argument("-h", "--help", action="store_true", help="EXPERIMENT -h: every field")
+    return parser
 
 
 def _steps_of(text: str, last: int) -> tuple[int, int]:

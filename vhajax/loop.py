@@ -235,7 +235,11 @@ class Loop:
 
     def _heldout(self, done: int, rows: int) -> Iterator[Batch]:
         batches = heldout_batches(self.source.folder, self.experiment.data.batch_size, rows)
-        for batch in batches:
+        while True:
+            self.peers.beat(f"reading held-out rows after step {done}")
+            batch = next(batches, None)
+            if batch is None:
+                return
             if self.stop.asked():
                 raise StopAsked
             self.peers.beat(f"{COMPUTING} in the evaluation after step {done}", patience=COMPILING)

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vhajax import runs
+from vhajax.errors import UserError
 
 
 class MetricsLog:
@@ -42,13 +44,20 @@ class MetricsLog:
         if step == self._start:  # the same weights evaluated again: these numbers replace those
             names = {"step", *values}
             self._rewrite([r for r in read(self._run) if r["step"] != step or r.keys() != names])
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+        except OSError as error:
+            raise UserError(
+                f"{self._path} cannot be written ({error.strerror}); free the disk or mend the "
+                "folder."
+            ) from error
 
     def close(self) -> None:
-        self._board.close()
+        with contextlib.suppress(OSError):  # the same numbers are in metrics.jsonl
+            self._board.close()
 
 
 class NoLog:
@@ -164,5 +173,8 @@ def plot(run: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     temporary = run / f".{runs.PLOT}"
-    figure.savefig(temporary, format="png", dpi=120)
-    temporary.replace(run / runs.PLOT)
+    try:
+        figure.savefig(temporary, format="png", dpi=120)
+        temporary.replace(run / runs.PLOT)
+    except OSError as error:  # the run is done and saved
+        warnings.warn(f"{run / runs.PLOT} cannot be written ({error.strerror})", stacklevel=2)

@@ -3,7 +3,8 @@
 JAX's runtime connects processes too, but ends all of them with a stack trace where one is missing,
 dead or stuck, and not always says which. So process 0 keeps one TCP connection to every other, over
 which go lines of JSON: a roll call, values that all must have before they go on, and signs of life
-with what each is doing. Whoever is lost is named by all others, which then end with status 76.
+with what each is doing. Whoever is lost is named by all others, which then end with status 76;
+whoever ends with an error says so first, and all end with its status.
 
 No JAX here.
 """
@@ -162,25 +163,27 @@ class Peers:
         """
         self._mine = _Life(what, self._mine.count + 1, patience)
 
-    def gather(self, topic: str, value: Any) -> list[Any]:
+    def gather(self, topic: str, value: Any, seconds: int = 0) -> list[Any]:
         """The values of all processes in order, once all have come here.
 
         Raises:
-          PeerLostError: not in `hosts.join_timeout` seconds.
+          PeerLostError: not in so many seconds (0: `hosts.join_timeout`).
         """
         if self.count == 1:
             return [value]
+        seconds = seconds or self.hosts.join_timeout
         with self._changed:
             self._values.setdefault(topic, {})[self.index] = value
             if self.index:
-                self._links[0].send(topic=topic, value=value)
+                with contextlib.suppress(OSError):  # `_hear` finds that out, too
+                    self._links[0].send(topic=topic, value=value)
             enough = lambda: len(self._values[topic]) == self.count  # noqa: E731
-            if not self._changed.wait_for(enough, self.hosts.join_timeout):
+            if not self._changed.wait_for(enough, seconds):
                 missing = set(range(self.count)) - self._values[topic].keys()
                 whose = _these(missing) if self.index == 0 else "Another process"
                 self.fail(
                     PeerLostError(
-                        f"{whose} did not come to '{topic}' in {self.hosts.join_timeout} s; the "
+                        f"{whose} did not come to '{topic}' in {seconds} s; the "
                         "same command goes on from the last checkpoint."
                     )
                 )
@@ -218,7 +221,8 @@ class Peers:
                 link.send(end=f"{self._names[self.index]} ended: {sentence}", status=status)
         if self.count > 1:  # an orderly end of JAX would wait for the others
             if status == 1:
-                traceback.print_exception(error)
+                with contextlib.suppress(OSError):
+                    traceback.print_exception(error)
             self._end(sentence, status)
         raise error
 
@@ -227,17 +231,17 @@ class Peers:
         """All processes do this to the end, or all end."""
         try:
             yield
+            self.close()
         except (UserError, KeyboardInterrupt) as error:
             self.fail(error)
         except Exception as error:
             if self.count > 1:  # a collective breaks where a peer is dead: `_hear` says which
                 time.sleep(self.hosts.silence_timeout + 2)
             self.fail(error)
-        self.close()
 
     def close(self) -> None:
         """The orderly end, which waits for all."""
-        self.gather("the end", None)
+        self.gather("the end", None, 6 * self.hosts.progress_timeout)  # process 0 may have to write
         self._closing = True
         for link in self._links.values():
             with contextlib.suppress(OSError):
@@ -301,10 +305,12 @@ class Peers:
     def _look_for_the_stuck(self, now: float) -> None:
         lives = self._lives | {0: self._mine}
         busy = {i: x for i, x in lives.items() if not x.what.startswith(COMPUTING)}
-        culprits = busy or lives  # who waits for its devices waits for whoever is busy otherwise
+        suspects = busy or lives  # who waits for its devices waits for whoever is busy otherwise
         limit = self.hosts.progress_timeout
-        if any(now - x.since < limit * x.patience for x in culprits.values()):
+        late = {i: x for i, x in suspects.items() if now - x.since > limit * x.patience}
+        if not late:
             return
+        culprits = late if busy else lives
         doing = " and ".join(
             f"{self._names[i]} has been {x.what} for {now - x.since:.0f} s"
             for i, x in sorted(culprits.items())
@@ -389,6 +395,8 @@ def _thread(run: Callable[[], None]) -> None:
 
 def _end(sentence: str, status: int) -> NoReturn:
     """From a thread, whatever the main one waits for."""
-    sys.stdout.flush()
-    print(f"vhajax: {sentence}", file=sys.stderr, flush=True)
-    os._exit(status)
+    try:
+        sys.stdout.flush()
+        print(f"vhajax: {sentence}", file=sys.stderr, flush=True)
+    finally:  # also where nobody reads that, or the log's disk is full
+        os._exit(status)

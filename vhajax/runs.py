@@ -5,9 +5,11 @@ No JAX here: commands refuse a bad directory at once.
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from vhajax import config
@@ -79,6 +81,28 @@ def write_run(folder: Path, experiment: config.Experiment, tokenizer: Path) -> N
     if tokenizer.resolve() != (folder / TOKENIZER).resolve():
         write_whole(folder / TOKENIZER, tokenizer.read_text(encoding="utf-8"))
     write_whole(folder / CONFIG, config.to_json(experiment))
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes from training the same run; a file system without locks lets them.
+
+    Raises:
+      UserError: somebody does already.
+    """
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(
+                    f"The run {folder} is being trained by another process; wait for it, or name "
+                    "another --run-dir."
+                ) from error
+        yield
+    finally:
+        os.close(held)
 
 
 def read_config(folder: Path) -> config.Experiment:

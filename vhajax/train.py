@@ -1,5 +1,6 @@
 """Begins a run, or goes on with one: checks, the run directory, the first state, then the loop."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import sys
@@ -54,32 +55,44 @@ def _train(
     if init_from is not None:
         check_init(experiment, init_from, folder / TOKENIZER)
     peers.agree(_identity(experiment, folder, init_from))
-    start = 0
-    if peers.index == 0:
-        start = _first_step(experiment, run, init_from)
-        for sentence in checkpoint.set_torn_aside(run):
-            print(f"vhajax: warning: {sentence}", file=sys.stderr)
-        runs.create(run, experiment, folder / TOKENIZER)
-        runs.write_special_tokens(run, manifest.eos, manifest.bos)
-    start = peers.gather("the run directory", start)[0]
-    _wait_for(run, experiment, start)
-    with jax.set_mesh(mesh):
+    with contextlib.ExitStack() as held:
+        start = newest = 0
+        if peers.index == 0:
+            start = _first_step(experiment, run, init_from)
+            newest = checkpoint.latest(init_from) if init_from else 0
+            runs.create(run, experiment, folder / TOKENIZER)
+            held.enter_context(runs.locked(run))
+            runs.write_special_tokens(run, manifest.eos, manifest.bos)
+            for sentence in checkpoint.set_torn_aside(run):
+                print(f"vhajax: warning: {sentence}", file=sys.stderr)
+        start, newest = peers.gather("the run directory", [start, newest])[0]
+        _wait_for(run, experiment, start)
+        _check_profile(profile, start)
+        held.enter_context(jax.set_mesh(mesh))
         peers.beat("restoring the last checkpoint", patience=6)
-        state = _start_state(experiment, run, start, init_from, mesh)
+        weights = (init_from, newest) if init_from else None
+        state = _start_state(experiment, run, start, weights, mesh)
         source = Source(folder, manifest, tokenizer.token_bytes)
         return Loop(experiment, run, source, mesh, peers, start, profile).run(state)
 
 
+def _check_profile(profile: tuple[int, int] | None, start: int) -> None:
+    if profile is not None and profile[0] <= start:
+        raise UserError(
+            f"--profile begins at step {profile[0]}, but the run goes on after step {start}; name "
+            "later steps."
+        )
+
+
 def _identity(experiment: config.Experiment, folder: Path, init_from: Path | None) -> dict:
     """What must be the same on all hosts, by what a person calls it."""
-    newest = checkpoint.latest(init_from) if init_from else None
     return {
         "version of vhajax": importlib.metadata.version("vhajax"),
         "version of JAX": jax.__version__,
         "number of devices": jax.device_count(),
         "manifest of the data (SHA-256)": runs.digest(folder / MANIFEST),
         "tokenizer (SHA-256)": runs.digest(folder / TOKENIZER),
-        "--init-from": f"{init_from} at step {newest}",
+        "--init-from": str(init_from),
     } | {name: str(value) for name, value in runs.flatten(experiment).items()}
 
 
@@ -117,15 +130,15 @@ def _start_state(
     experiment: config.Experiment,
     run: Path,
     start: int,
-    init_from: Path | None,
+    weights: tuple[Path, int] | None,
     mesh: jax.sharding.Mesh,
 ) -> step.TrainState:
-    if not start and not init_from:
+    """weights: run and step of those that a new run starts with."""
+    if not start and not weights:
         return step.init_state(experiment)
     target = step.abstract_state(experiment, mesh)
-    if init_from:
-        newest = checkpoint.latest(init_from)
-        params = checkpoint.restore_params(init_from, newest, target.params)
+    if weights:
+        params = checkpoint.restore_params(*weights, target.params)
         return step.fresh_state(experiment, params)
     return checkpoint.restore_state(run, start, target)
 
