@@ -125,7 +125,7 @@ class Checkpointer:
         self._writer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(),
             async_options=ocp.AsyncOptions(
-                timeout_secs=6 * experiment.hosts.progress_timeout,
+                timeout_secs=config.LONG * experiment.hosts.progress_timeout,
                 post_finalization_callback=self._complete,
             ),
         )

@@ -28,6 +28,7 @@ from vhajax.mechanisms import (
 
 __all__ = [
     "GQA",
+    "LONG",
     "LRKV",
     "MECHANISMS",
     "MFA",
@@ -246,6 +247,10 @@ class Train:
             f"train.keep_every is {self.keep_every}, not a multiple of train.checkpoint_every = "
             f"{self.checkpoint_every}; change one.",
         )
+
+
+LONG = 6
+"""Compiling, saving and restoring may take so many times `hosts.progress_timeout`."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import os
 import warnings
 from dataclasses import dataclass
 
-from vhajax.config import Hosts
+from vhajax.config import LONG, Hosts
 from vhajax.errors import PeerLostError, UserError
 from vhajax.peers import ALONE, Peers, Place
 
@@ -79,7 +79,7 @@ def join(place: Place, hosts: Hosts) -> Peers:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # `Peers` sees who is lost before JAX does, which would say less and abort.
     patience = max(100, 3 * hosts.silence_timeout)
-    peers.beat("starting JAX", patience=6)
+    peers.beat("starting JAX", patience=LONG)
     jax.distributed.initialize(
         place.address,
         place.count,

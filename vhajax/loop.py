@@ -20,8 +20,6 @@ from vhajax.peers import COMPUTING, Peers
 from vhajax.sharding import held_rows, place
 from vhajax.stop import Stop, StopAsked
 
-COMPILING = SAVING = 6
-"""Patience of other processes, in `hosts.progress_timeout`."""
 UNFINISHED = Evaluation(math.nan, 0, 0)
 
 
@@ -115,7 +113,7 @@ class Loop:
         for done, batch in enumerate(self._batches(), self.start + 1):
             self.trace.before(done)
             if self._first(done):
-                self.peers.beat(f"compiling step {done}", patience=COMPILING)
+                self.peers.beat(f"compiling step {done}", patience=config.LONG)
             else:  # some devices compute, and wait for others, in this call
                 self.peers.beat(f"{COMPUTING} in step {done}")
             state, values = self.step(state, batch)
@@ -182,7 +180,7 @@ class Loop:
         """Reads what the steps up to `upto` came to, which waits for them."""
         while self.dispatched and self.dispatched[0][0] <= upto:
             done, values = self.dispatched.popleft()
-            self.peers.beat(f"{COMPUTING} in step {done}", COMPILING if self._first(done) else 1)
+            self.peers.beat(f"{COMPUTING} in step {done}", config.LONG if self._first(done) else 1)
             self.values = {name: float(x) for name, x in jax.device_get(values).items()}
             if not all(math.isfinite(self.values[name]) for name in ("loss", "grad_norm")):
                 self._skip(done)
@@ -213,11 +211,11 @@ class Loop:
 
     def _save(self, state: step.TrainState, done: int) -> None:
         with self.speed.clock.part("checkpoint"):
-            self.peers.beat(f"saving step {done}", patience=SAVING)
+            self.peers.beat(f"saving step {done}", patience=config.LONG)
             self.saver.save(state)
 
     def _finish(self) -> None:
-        self.peers.beat("writing its last checkpoint", patience=SAVING)
+        self.peers.beat("writing its last checkpoint", patience=config.LONG)
         self.saver.finish()
 
     def _evaluate(self, state: step.TrainState, rows: int) -> Evaluation:
@@ -242,7 +240,9 @@ class Loop:
                 return
             if self.stop.asked():
                 raise StopAsked
-            self.peers.beat(f"{COMPUTING} in the evaluation after step {done}", patience=COMPILING)
+            self.peers.beat(
+                f"{COMPUTING} in the evaluation after step {done}", patience=config.LONG
+            )
             yield batch
 
 

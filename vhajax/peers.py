@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from vhajax.config import Hosts
+from vhajax.config import LONG, Hosts
 from vhajax.errors import INTERRUPTED, PeerLostError, UserError
 
 LONGEST_LINE = 1 << 20
@@ -241,7 +241,9 @@ class Peers:
 
     def close(self) -> None:
         """The orderly end, which waits for all."""
-        self.gather("the end", None, 6 * self.hosts.progress_timeout)  # process 0 may have to write
+        self.gather(
+            "the end", None, LONG * self.hosts.progress_timeout
+        )  # process 0 may have to write
         self._closing = True
         for link in self._links.values():
             with contextlib.suppress(OSError):
@@ -335,7 +337,7 @@ class _Life:
 
     what: str = "starting"
     count: int = 0
-    patience: int = 6
+    patience: int = LONG
     since: float = 0.0
     heard: float = 0.0
 

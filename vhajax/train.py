@@ -69,7 +69,7 @@ def _train(
         _wait_for(run, experiment, start)
         _check_profile(profile, start)
         held.enter_context(jax.set_mesh(mesh))
-        peers.beat("restoring the last checkpoint", patience=6)
+        peers.beat("restoring the last checkpoint", patience=config.LONG)
         weights = (init_from, newest) if init_from else None
         state = _start_state(experiment, run, start, weights, mesh)
         source = Source(folder, manifest, tokenizer.token_bytes)
