@@ -52,23 +52,26 @@ def begin(file: Path, folder: Path, **settings: str) -> Child:
 
 
 def kill_once(child: Child, folder: Path, rng: random.Random, in_save: bool) -> str:
-    """Kills a run at a random moment, or while a checkpoint is being written; says which it was."""
+    """Kills a run at a random moment inside or outside a save; says which it was in the end."""
     checkpoints, metrics = folder / "run/checkpoints", folder / "run/metrics.jsonl"
     before = metrics.stat().st_size if metrics.exists() else 0
 
+    def saving() -> bool:
+        return any(checkpoints.glob("*tmp*"))
+
     def under_way() -> bool:
-        if in_save:
-            return any(checkpoints.glob("*tmp*"))
-        return metrics.exists() and metrics.stat().st_size > before
+        return saving() if in_save else metrics.exists() and metrics.stat().st_size > before
 
     while child.status is None and not under_way():
         time.sleep(0.0005)
     time.sleep(rng.uniform(0, 0.03 if in_save else 0.8))
-    saving = any(checkpoints.glob("*tmp*"))
+    while child.status is None and not in_save and saving():  # saves fill most of a busy machine
+        time.sleep(rng.uniform(0, 0.05))
+    when = "in a save" if saving() else "elsewhere"
     child.signal(signal.SIGKILL)
     status = child.wait()
     assert status in (0, 137), child.text
-    return "after the end" if status == 0 else "in a save" if saving else "elsewhere"
+    return "after the end" if status == 0 else when
 
 
 def survive(file: Path, folder: Path, whole: Path, kills: int, seed: int) -> dict[str, int]:
@@ -80,7 +83,8 @@ def survive(file: Path, folder: Path, whole: Path, kills: int, seed: int) -> dic
         counts["runs"] += 1
         while counts["in a save"] + counts["elsewhere"] < kills:
             child = begin(file, place)
-            when = kill_once(child, place, rng, in_save=rng.random() < 0.5)
+            fewer = counts["in a save"] <= counts["elsewhere"]
+            when = kill_once(child, place, rng, in_save=fewer)
             if when == "after the end":
                 break
             counts[when] += 1
