@@ -23,6 +23,7 @@ from vhajax import (
     merge,
     runs,
     transformer,
+    weights,
 )
 from vhajax.config import GQA, LRKV, MFA, MLA, VHA
 from vhajax.errors import PREEMPTED, UserError
@@ -466,15 +467,15 @@ def test_a_converted_run_starts_another(name, converted, tmp_path, capsys, monke
     assert init_from(out, tmp_path / "run") == PREEMPTED
     ((state, start),) = begun
     assert start == 0
-    for path, weight in fold.read_model(out)[1].items():
+    for path, weight in weights.read(out)[1].items():
         np.testing.assert_array_equal(state.params[path], weight)
 
 
 def test_training_moves_an_identity_postmix(converted, tmp_path, capsys):
     _, out = converted("postmix", capsys)
     assert init_from(out, tmp_path / "run", "--steps", "2") == 0
-    assert not fold.read_model(out)[1][f"{PART}postmix_v"].any()
-    assert np.asarray(fold.read_model(tmp_path / "run")[1][f"{PART}postmix_v"]).any()
+    assert not weights.read(out)[1][f"{PART}postmix_v"].any()
+    assert np.asarray(weights.read(tmp_path / "run")[1][f"{PART}postmix_v"]).any()
 
 
 BAD = {

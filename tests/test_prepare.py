@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vhajax import pack, prepare
+from vhajax import files, pack, prepare
 from vhajax.errors import UserError
 from vhajax.manifest import Manifest, load_manifest
 from vhajax.prepare import default_data_dir, is_heldout
@@ -88,7 +88,7 @@ def test_an_interruption_leaves_nothing(tmp_path, monkeypatch, error):
 
 def test_leftovers_of_killed_preparations_are_replaced(tmp_path):
     out = tmp_path / "out"
-    prefix = prepare._temporary_prefix(out)
+    prefix = files.temporary_prefix(out)
     own, dead, running = (f"{prefix}{pid}" for pid in (os.getpid(), 2**30, os.getppid()))
     for name in (own, dead, running, ".out.preparing-elsewhere-1", ".other"):
         (tmp_path / name).mkdir()

@@ -32,6 +32,7 @@ from vhajax import (
     step,
     train,
     transformer,
+    weights,
 )
 from vhajax.config import GQA, Mesh
 from vhajax.data import Rows, train_batches
@@ -761,7 +762,7 @@ def test_weights_alone_start_a_run(folded_run, tmp_path, start_only):
     train.train(runs.read_config(folded_run), tmp_path / "run", init_from=folded_run)
     ((state, start),) = start_only
     assert (start, int(state.step)) == (0, 0)
-    folded = inference.load_params(folded_run)
+    folded = weights.read(folded_run)[1]
     assert_bitwise(
         {name: np.asarray(x) for name, x in state.params.items()},
         {name: np.asarray(x) for name, x in folded.items()},
@@ -887,7 +888,7 @@ def test_checkpoints_move_between_meshes(shape, vha, vha_run, tmp_path):
     assert len(back.params["embedding"].sharding.device_set) == 1
     assert_bitwise(flat(back), flat(here))
     assert_bitwise(
-        {n: np.asarray(x) for n, x in inference.load_params(run).items()},
+        {n: np.asarray(x) for n, x in weights.read(run)[1].items()},
         {n: np.asarray(x) for n, x in here.params.items()},
     )
 

@@ -26,6 +26,8 @@ vhajax: train, fold and decode language models whose attention keeps the KV cach
   vhajax generate RUN          continue a prompt (--prompt TEXT, or standard input)
   vhajax fold RUN --out RUN2   Virtual Head Attention → the GQA model that it equals
   vhajax convert RUN --to …    as GQA, MHA, LRKV or VHA: equal, or a start for training
+  vhajax export RUN --out DIR  as a checkpoint that Hugging Face transformers loads
+  vhajax import DIR --out RUN  a published Llama, Qwen2 or Qwen3 checkpoint as a run
   vhajax cost EXPERIMENT       parameters, FLOPs and cache bytes, without running anything
   vhajax plan EXPERIMENT       memory, collectives and time on a TPU or GPU that is not here
   vhajax data prepare PATH …   text, .gz, .jsonl or .parquet → rows for training
@@ -91,6 +93,8 @@ def _dispatch(command: str, args: list[str]) -> int:
         "generate": _generate,
         "fold": _fold,
         "convert": _convert,
+        "export": _export,
+        "import": _import,
         "cost": _cost,
         "plan": _plan,
         "data": _data,
@@ -446,6 +450,70 @@ def _convert(args: list[str]) -> int:
     report = convert.convert_run(options.run, options.out, request)
     values = {"run": str(options.run), "out": str(options.out), **convert.values(report)}
     _emit(options.json, values, f"{options.out}: {convert.text(report)}")
+    return 0
+
+
+def _export(args: list[str]) -> int:
+    parser = _parser("export", "Write a run as a checkpoint that Hugging Face transformers loads.")
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="default: 5GB")
+    options = parser.parse_args(args)
+    from vhajax import runs
+    from vhajax.huggingface import layout, store
+
+    limit = store.parse_size(options.shard_size)
+    layout.plain(runs.read_config(options.run).model)  # refuses before JAX is there
+    from vhajax.huggingface import export
+
+    made = export.export_run(options.run, options.out, options.dtype, limit)
+    values = {
+        "run": str(options.run),
+        "out": str(options.out),
+        "architecture": made.architecture,
+        "model": made.model.attention.summary(),
+        "dtype": made.dtype,
+        "tensors": made.tensors,
+        "bytes": made.bytes,
+        "max_logit_difference_folded": made.folded,
+        "max_logit_difference": made.written,
+        "note": made.note,
+    }
+    _emit(
+        options.json,
+        values,
+        f"{options.out}: {made.architecture}, {made.model.attention.summary()}, {made.tensors} "
+        f"tensors of {made.dtype} in {made.bytes / 1e6:,.1f} MB, max logit difference "
+        f"{made.written:.2e}" + f"\n{made.note}" * bool(made.note),
+    )
+    return 0
+
+
+def _import(args: list[str]) -> int:
+    parser = _parser("import", "Make a run of a Llama, Qwen2 or Qwen3 checkpoint (weights only).")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="what save_pretrained wrote")
+    parser.add_argument("--out", type=Path, required=True, metavar="RUN")
+    options = parser.parse_args(args)
+    from vhajax.huggingface import load
+
+    made = load.import_folder(options.folder, options.out)
+    values = {
+        "folder": str(options.folder),
+        "out": str(options.out),
+        "architecture": made.architecture,
+        "model": made.model.attention.summary(),
+        "context": made.context,
+        "tensors": made.tensors,
+        "dtypes": list(made.dtypes),
+    }
+    _emit(
+        options.json,
+        values,
+        f"{options.out}: {made.architecture}, {made.model.attention.summary()}, "
+        f"{made.model.num_layers} layers, context {made.context:,}, {made.tensors} tensors of "
+        f"{' and '.join(made.dtypes)}",
+    )
     return 0
 
 

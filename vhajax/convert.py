@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vhajax import calibrate, config, evaluate, fold, low_rank, merge, runs, targets
+from vhajax import calibrate, config, evaluate, fold, low_rank, merge, runs, targets, weights
 from vhajax.config import GQA, LRKV, VHA
 from vhajax.data import Batch, Rows, batch_of, heldout_batches
 from vhajax.manifest import TOKENIZER
@@ -41,24 +41,24 @@ def convert_run(run: Path, out: Path, request: Request) -> Report:
     """
     experiment = runs.read_config(run)
     exact = targets.check(experiment.model.attention, request)
-    fold.refuse_existing(out)
+    weights.refuse_existing(out)
     reads = request.rows or (request.eval_rows and not exact)
     text = _Text(run, experiment, request.data) if reads else None
-    source = fold.read_model(run)
+    source = weights.read(run)
     model, params, errors = convert(*source, request, text and text.calibration(request.rows))
     before = after = None
     if not exact and text and request.eval_rows:
         before = text.loss(*source, request.eval_rows)
         after = text.loss(model, params, request.eval_rows)
     difference = fold.logit_difference(source, (model, params))
-    fold.write_model(run, out, model, params)
+    weights.write_derived(run, out, model, params)
     note = targets.note(source[0].attention, request)
     return Report(model, exact, difference, before, after, errors, note)
 
 
 def convert(
-    model: config.Model, params: fold.Params, request: Request, batches: Iterator[Batch] | None
-) -> tuple[config.Model, fold.Params, dict[str, np.ndarray]]:
+    model: config.Model, params: weights.Params, request: Request, batches: Iterator[Batch] | None
+) -> tuple[config.Model, weights.Params, dict[str, np.ndarray]]:
     """The source as GQA (exactly), then GQA as the target; LRKV's relative errors beside it."""
     if isinstance(model.attention, VHA):
         model, params = fold.to_gqa(model, params)
@@ -139,7 +139,7 @@ class _Text:
             tokens, segments = zip(*(rows[i] for i in chosen[start : start + size]), strict=True)
             yield batch_of(np.stack(tokens), np.stack(segments))
 
-    def loss(self, model: config.Model, params: fold.Params, rows: int) -> float:
+    def loss(self, model: config.Model, params: weights.Params, rows: int) -> float:
         """Held-out cross-entropy in nats per token."""
         batches = heldout_batches(self.folder, self.experiment.data.batch_size, rows)
         score = evaluate.make_score(dataclasses.replace(self.experiment, model=model))

@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from vhajax import config, runs, transformer
+from vhajax import config, runs, transformer, weights
 from vhajax.data import heldout_batches
 from vhajax.errors import UserError
-from vhajax.inference import load_params
 from vhajax.manifest import TOKENIZER, Manifest, load_manifest
 from vhajax.prepare import default_data_dir
 from vhajax.sharding import with_arrays
@@ -114,5 +113,5 @@ def evaluate_run(
     tokenizer = load_tokenizer(folder / TOKENIZER, manifest.eos, manifest.bos)
     runs.check_tokenizer(run, folder / TOKENIZER)
     batches = heldout_batches(folder, experiment.data.batch_size, rows)
-    params = load_params(run)
+    _, params = weights.read(run)
     return evaluate(make_score(experiment), params, batches, tokenizer.token_bytes)

@@ -1,23 +1,17 @@
 """Maps from a model to a model with the same function. Done in float32, tested by logits."""
 
 import dataclasses
-import os
-import shutil
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from vhajax import checkpoint, config, runs, targets, transformer
+from vhajax import config, targets, transformer, weights
 from vhajax.attention.vha import fold_postmix, fold_premix
 from vhajax.errors import UserError
 from vhajax.sharding import with_arrays
-from vhajax.step import TrainState
+from vhajax.weights import Params
 
-Params = dict[str, Any]
-"""float32 arrays by path, layers stacked: `blocks.attention.*` [L, …]."""
 HEADS = "blocks.attention."
 
 
@@ -119,57 +113,31 @@ def fold_run(run: Path, out: Path) -> float:
     Raises:
       UserError: the run is not VHA or has no sound checkpoint, or `out` exists.
     """
-    refuse_existing(out)
-    model, params = read_model(run)
+    weights.refuse_existing(out)
+    model, params = weights.read(run)
     folded = to_gqa(model, params)
-    write_model(run, out, *folded)
+    weights.write_derived(run, out, *folded)
     return logit_difference((model, params), folded)
 
 
-def refuse_existing(out: Path) -> None:
-    if out.exists():
-        raise UserError(f"{out} exists; name a new folder for the model.")
+Weighted = tuple[config.Model, Params]
 
 
-def read_model(run: Path) -> tuple[config.Model, Params]:
-    """A run's model and its newest weights."""
-    model = runs.read_config(run).model
-    shapes = transformer.init_shapes(model, None)
-    return model, checkpoint.restore_params(run, checkpoint.latest(run), shapes)
+def logit_difference(one: Weighted, other: Weighted, tokens: np.ndarray | None = None) -> float:
+    """max |logits − logits'| of two models of one vocabulary, both computed in float32.
 
-
-def write_model(run: Path, out: Path, model: config.Model, params: Params) -> None:
-    """Writes a model made of a run's as a run of its own, weights only: whole or not at all.
-
-    Raises:
-      UserError: `out` cannot be written.
+    Args:
+      tokens: [B, T] int32 (default: 4 × 64 at random).
     """
-    target = dataclasses.replace(runs.read_config(run), model=model)
-    arrays = {name: jnp.asarray(x, jnp.float32) for name, x in params.items()}
-    state = TrainState(arrays, (), jnp.int32(checkpoint.latest(run)))
-    staged = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        for name in (runs.TOKENIZER, runs.SPECIAL_TOKENS):
-            if name == runs.TOKENIZER or (run / name).exists():
-                runs.write_whole(staged / name, (run / name).read_text(encoding="utf-8"))
-        saver = checkpoint.Checkpointer(staged, target, keep=1)
-        saver.save(state, weights_only=True)
-        saver.finish()
-        runs.write_whole(staged / runs.CONFIG, config.to_json(target))
-        staged.rename(out)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error}); name another folder.") from error
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
-
-
-def logit_difference(one: tuple[config.Model, Params], other: tuple[config.Model, Params]) -> float:
-    """max |logits − logits'| of two models over 4 × 64 random tokens, both computed in float32."""
-    shape, vocab = (4, 64), one[0].vocab_size
-    tokens = np.random.default_rng(0).integers(0, vocab, shape).astype(np.int32)
-    positions, segments = np.tile(np.arange(64, dtype=np.int32), (4, 1)), np.ones(shape, np.int32)
-    logits = []
+    vocab = one[0].vocab_size
+    ids = _random(vocab) if tokens is None else tokens
+    positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
+    segments, logits = np.ones(ids.shape, np.int32), []
     for cfg, params in (one, other):
         model = with_arrays(transformer.abstract(dataclasses.replace(cfg, dtype="float32")), params)
-        logits.append(np.asarray(jax.jit(transformer.forward)(model, tokens, positions, segments)))
+        logits.append(np.asarray(jax.jit(transformer.forward)(model, ids, positions, segments)))
     return float(np.abs(logits[0][..., :vocab] - logits[1][..., :vocab]).max())
+
+
+def _random(vocab: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, vocab, (4, 64)).astype(np.int32)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 
-from vhajax import checkpoint, config, fold, runs, transformer
+from vhajax import config, fold, runs, transformer, weights
 from vhajax.errors import UserError
 from vhajax.layers import compute_dtype
 from vhajax.sharding import named_params, with_arrays
@@ -24,8 +24,7 @@ def load(run: str | Path, *, folded: bool = True) -> tuple[transformer.Transform
       UserError: not a run, or a missing or corrupt checkpoint or tokenizer.
     """
     run = Path(run)
-    cfg = runs.read_config(run).model
-    params = load_params(run)
+    cfg, params = weights.read(run)
     if folded and isinstance(cfg.attention, config.VHA):
         cfg, params = fold.to_gqa(cfg, params)
     return decoder(cfg, params), load_run_tokenizer(run)
@@ -38,13 +37,6 @@ def decoder(cfg: config.Model, params: dict[str, jax.Array]) -> transformer.Tran
     groups = {name: p.get_metadata("group") for name, p in named_params(template).items()}
     cast = {n: x if groups[n] == "vector" else x.astype(dtype) for n, x in params.items()}
     return transformer.unstack(with_arrays(template, cast))
-
-
-def load_params(run: Path) -> dict[str, jax.Array]:
-    """The newest float32 parameters of a run by path, on one device."""
-    cfg = runs.read_config(run)
-    shapes = transformer.init_shapes(cfg.model, None)
-    return checkpoint.restore_params(run, checkpoint.latest(run), shapes)
 
 
 def load_run_tokenizer(run: Path) -> Tokenizer:

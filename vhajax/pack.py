@@ -1,27 +1,17 @@
 """Packs documents into rows of T + 1 tokens and writes them as ArrayRecord shards."""
 
-import contextlib
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from vhajax.errors import UserError
+from vhajax.files import disk_errors
 from vhajax.manifest import Shard, Split, SplitName, row_dtype, sha256_of
 from vhajax.tokenizer import Tokenizer
 
 ROWS_PER_SHARD = 65_536
-
-
-@contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turns a full disk and the like into a refusal; ArrayRecord raises RuntimeError for them."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"Cannot write {path} ({error}).") from error
 
 
 class SplitWriter:

@@ -1,12 +1,9 @@
 """Documents to a folder of rows: split, tokenise, pack, write, and only then let it be seen."""
 
-import contextlib
 import hashlib
 import importlib.metadata
 import os
 import platform
-import shutil
-import socket
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,8 +11,9 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vhajax.errors import UserError
+from vhajax.files import appearing_at_end, disk_errors
 from vhajax.manifest import FORMAT_VERSION, MANIFEST, TOKENIZER, Manifest, write_manifest
-from vhajax.pack import SplitWriter, disk_errors
+from vhajax.pack import SplitWriter
 from vhajax.sources import BadRows, Document, Source, open_source, stdlib_source
 from vhajax.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
@@ -76,7 +74,7 @@ def prepare(
         raise UserError(
             f"The held-out fraction is {heldout_fraction}; it must lie between 0 and 1."
         )
-    with _appearing_at_end(out) as folder:
+    with appearing_at_end(out) as folder:
         train = SplitWriter(folder, "train", tokenizer, seq_len)
         heldout = SplitWriter(folder, "heldout", tokenizer, seq_len)
         for batch in _show_progress(_batches(documents), progress):
@@ -221,49 +219,3 @@ def _show_progress(batches: Iterable[list[Document]], progress: bool) -> Iterato
             characters += sum(len(document.text) for document in batch)
             done = f"Prepared {documents:,} documents, {characters / 1e6:,.1f} M characters"
             bar.update(task, description=done)
-
-
-@contextlib.contextmanager
-def _appearing_at_end(out: Path) -> Iterator[Path]:
-    """A temporary sibling of `out` that becomes `out` if the block ends well, else is removed."""
-    out = out.resolve()
-    with disk_errors(out):
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"{out} exists and is not an empty folder; name a new one.")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(out)
-        folder = out.with_name(f"{_temporary_prefix(out)}{os.getpid()}")
-        folder.mkdir()
-    try:
-        yield folder
-        with disk_errors(out):
-            folder.rename(out)  # refused if another process filled `out` meanwhile
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def _temporary_prefix(out: Path) -> str:
-    return f".{out.name}.preparing-{socket.gethostname()}-"
-
-
-def _remove_leftovers(out: Path) -> None:
-    """Removes what killed preparations of `out` left on this machine."""
-    prefix = _temporary_prefix(out)
-    for folder in out.parent.iterdir():
-        process = folder.name.removeprefix(prefix)
-        if folder.name.startswith(prefix) and not _is_running(int(process)):
-            shutil.rmtree(folder)
-
-
-def _is_running(process: int) -> bool:
-    """Whether another process has this id."""
-    if process == os.getpid():
-        return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -18,6 +18,13 @@ from vhajax.errors import UserError
 CONFIG, TOKENIZER, CHECKPOINTS = "config.json", "tokenizer.json", "checkpoints"
 SPECIAL_TOKENS = "special_tokens.json"
 """EOS and BOS by name, which tokenizer.json does not say."""
+COMPANIONS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""What a model of Hugging Face came with, kept for its export."""
 METRICS, TENSORBOARD, PLOT = "metrics.jsonl", "tensorboard", "loss.png"
 PROFILE = "profile"
 
@@ -115,15 +122,29 @@ def read_config(folder: Path) -> config.Experiment:
     if not path.is_file():
         what = "has no config.json" if folder.is_dir() else "does not exist"
         raise UserError(f"The run {folder} {what}; name a folder that `vhajax train` made.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({error}); restore the file.") from error
-    return config.from_json(text, str(path))
+    return config.from_json(_read(path), str(path))
 
 
 def write_special_tokens(folder: Path, eos: str, bos: str | None) -> None:
     write_whole(folder / SPECIAL_TOKENS, json.dumps({"eos": eos, "bos": bos}) + "\n")
+
+
+def read_texts(folder: Path) -> dict[str, str]:
+    """The tokenizer's files of a run by name, those among them that a model came with."""
+    names = [TOKENIZER] + [SPECIAL_TOKENS] * (folder / SPECIAL_TOKENS).exists()
+    return {name: _read(folder / name) for name in names} | read_companions(folder)
+
+
+def read_companions(folder: Path) -> dict[str, str]:
+    """What a model of Hugging Face came with, by name, as far as it is there."""
+    return {name: _read(folder / name) for name in COMPANIONS if (folder / name).exists()}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); restore the file.") from error
 
 
 def check_same(folder: Path, old: config.Experiment, new: config.Experiment) -> None:

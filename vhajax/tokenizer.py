@@ -89,10 +89,14 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids, special tokens skipped; bytes that are not UTF-8 become U+FFFD."""
-        data = b"".join(self._pieces[i] for i in ids)
+        data = b"".join(self.piece(i) for i in ids)
         if self._drops_first_space:
             data = data.removeprefix(b" ")
         return data.decode("utf-8", errors="replace")
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of an id; a model may have more ids than its tokenizer, without bytes."""
+        return self._pieces[token] if token < self.vocab_size else b""
 
     @property
     def token_bytes(self) -> np.ndarray:
@@ -104,22 +108,25 @@ class Tokenizer:
         """
         return np.array([len(piece) for piece in self._pieces], np.int32)
 
+    def to_json(self) -> str:
+        """The text of a `tokenizer.json`, which does not say which token is EOS or BOS."""
+        return self._library.to_str()
+
     def save(self, path: Path) -> None:
-        """Writes a `tokenizer.json`, which does not say which token is EOS or BOS."""
-        path.write_text(self._library.to_str(), encoding="utf-8")
+        path.write_text(self.to_json(), encoding="utf-8")
 
 
 class StreamDecoder:
     """Decodes ids one at a time; the texts joined are `Tokenizer.decode` of all of them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._pieces = tokenizer._pieces
+        self._piece = tokenizer.piece
         self._drop_space = tokenizer._drops_first_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
         """The text that this id makes certain: whole characters, often none."""
-        piece = self._pieces[token]
+        piece = self._piece(token)
         if self._drop_space and piece:
             piece = piece.removeprefix(b" ")
             self._drop_space = False
@@ -133,24 +140,37 @@ class StreamDecoder:
 def load_tokenizer(path: Path, eos: str | None = None, bos: str | None = None) -> Tokenizer:
     """Reads a `tokenizer.json`; EOS and BOS are the names given, or else the first common name.
 
+    Args:
+      bos: "" where documents begin with none, although the vocabulary has a common name.
     Raises:
       UserError: no such file, not a tokenizer, a name it lacks, or no EOS.
+    """
+    library = read_library(path)
+    for name in (eos, bos):
+        if name and library.token_to_id(name) is None:
+            raise UserError(f"The tokenizer {path} has no token {name!r}; name one that it has.")
+    eos = eos or _first_known(library, EOS_NAMES)
+    if eos is None:
+        raise UserError(f"{path} has no end-of-text token of a common name; name it with --eos.")
+    if bos is None:
+        bos = _first_known(library, BOS_NAMES)
+    return Tokenizer(library, eos=eos, bos=bos or None)
+
+
+def read_library(path: Path) -> tokenizers.Tokenizer:
+    """A `tokenizer.json` as its library reads it.
+
+    Raises:
+      UserError: no such file, or not a tokenizer.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"Cannot read the tokenizer {path} ({error}).") from error
     try:
-        library = tokenizers.Tokenizer.from_str(text)
+        return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing narrower
         raise UserError(f"{path} is not a tokenizer.json ({error}).") from error
-    for name in (eos, bos):
-        if name is not None and library.token_to_id(name) is None:
-            raise UserError(f"The tokenizer {path} has no token {name!r}; name one that it has.")
-    eos = eos or _first_known(library, EOS_NAMES)
-    if eos is None:
-        raise UserError(f"{path} has no end-of-text token of a common name; name it with --eos.")
-    return Tokenizer(library, eos=eos, bos=bos or _first_known(library, BOS_NAMES))
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -63,6 +63,8 @@ def _train(
             runs.create(run, experiment, folder / TOKENIZER)
             held.enter_context(runs.locked(run))
             runs.write_special_tokens(run, manifest.eos, manifest.bos)
+            for name, text in runs.read_companions(init_from).items() if init_from else ():
+                runs.write_whole(run / name, text)
             for sentence in checkpoint.set_torn_aside(run):
                 print(f"vhajax: warning: {sentence}", file=sys.stderr)
         start, newest = peers.gather("the run directory", [start, newest])[0]
