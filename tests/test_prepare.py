@@ -108,7 +108,7 @@ def test_out_must_be_new(tmp_path):
     with pytest.raises(UserError, match="not an empty folder"):
         run(out / "manifest.json")
     assert sorted(out.iterdir()) == before
-    with pytest.raises(UserError, match="Cannot write"):
+    with pytest.raises(UserError, match="cannot be written"):
         run(out / "manifest.json" / "below")
 
 
@@ -119,7 +119,7 @@ def test_a_race_for_the_same_folder_has_one_winner(tmp_path):
         yield from documents()
         (out / "winner").mkdir(parents=True)
 
-    with pytest.raises(UserError, match="Cannot write"):
+    with pytest.raises(UserError, match="cannot be written"):
         run(out, overtaken())
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "winner"]
 

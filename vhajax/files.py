@@ -11,12 +11,14 @@ from vhajax.errors import UserError
 
 
 @contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turns a full disk and the like into a refusal; ArrayRecord raises RuntimeError for them."""
+def disk_errors(path: Path, *more: type[Exception]) -> Iterator[None]:
+    """Turns a full disk and the like into a refusal; `more` is what else a library raises then."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"Cannot write {path} ({error}).") from error
+    except (OSError, *more) as error:
+        raise UserError(
+            f"{path} cannot be written ({error}); mend that, or name another folder."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ class _ShardWriter:
         self._rows = 0
 
     def write(self, record: bytes) -> None:
-        with disk_errors(self._folder):
+        with disk_errors(self._folder, RuntimeError):  # ArrayRecord's
             # One record a group: a row is read alone, in any order.
             writer = self._writer or ArrayRecordWriter(str(self._path()), "group_size:1")
             writer.write(record)
@@ -109,7 +109,7 @@ class _ShardWriter:
 
     def _close(self, writer: ArrayRecordWriter) -> None:
         path = self._path()
-        with disk_errors(self._folder):
+        with disk_errors(self._folder, RuntimeError):  # ArrayRecord's
             writer.close()
             shard = Shard(path.name, self._rows, path.stat().st_size, sha256_of(path))
         self._shards.append(shard)

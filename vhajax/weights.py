@@ -47,7 +47,7 @@ def write(
     Raises:
       UserError: `out` cannot be written.
     """
-    with files.appearing_at_end(out) as folder:
+    with files.appearing_at_end(out) as folder, files.disk_errors(out):
         for name, text in texts.items():
             runs.write_whole(folder / name, text)
         saver = checkpoint.Checkpointer(folder, experiment, keep=1)

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 from rich.console import Console
 from rich.progress import track
+from safetensors import SafetensorError
 
 from vhajax import checkpoint, config, files, fold, runs, weights
 from vhajax.config import LRKV, VHA
@@ -68,7 +69,7 @@ def export_run(run: Path, out: Path, dtype: str, limit: int) -> Report:
     wanted = layout.tensors(model, architecture)
     sizes = {t.name: DTYPES[dtype].itemsize * int(np.prod(t.shape)) for t in wanted}
     context = experiment.data.seq_len
-    with files.appearing_at_end(out) as folder, files.disk_errors(out):
+    with files.appearing_at_end(out) as folder, files.disk_errors(out, SafetensorError):
         tree = layout.to_config(model, context, dtype) | tokens.ids(tokenizer)
         _write(folder / "config.json", json.dumps(tree, indent=2) + "\n")
         for name, text in tokens.to_texts(run, tokenizer, context).items():

@@ -18,7 +18,6 @@ from vhajax.huggingface import layout, tokens
 from vhajax.huggingface.layout import Tensor
 from vhajax.huggingface.store import DTYPES, Store
 
-
 EMBEDDING = "model.embed_tokens.weight"
 
 
