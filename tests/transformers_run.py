@@ -115,7 +115,10 @@ def smollm(folder: str) -> None:
     assert found.submodule_search_locations
     (source,) = Path(found.submodule_search_locations[0]).glob("*.gguf")
     names = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    model = AutoModelForCausalLM.from_pretrained(**names, dtype=torch.float32)
+    whole = transformers.GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        **names, dtype=torch.float32, quantization_config=whole
+    )
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**names).save_pretrained(folder)
 

@@ -21,7 +21,7 @@ READ = "read 1 GiB"
 def bench_train(rounds: int) -> list[Row]:
     """Training tokens/s, float32, AdamW: 2 layers, D 256, 4 × 64 heads, FFN 1024, batch 8 × 256."""
     cases = {f"V {vocab}": _train_case(vocab) for vocab in (256, 32_000)}
-    times = _interleaved(cases, rounds)
+    times = interleaved(cases, rounds)
     return [
         {"case": name, "tokens_per_second": round(8 * 256 / seconds), "ms": round(1e3 * seconds, 1)}
         for name, seconds in times.items()
@@ -79,13 +79,13 @@ def bench_decode(rounds: int) -> list[Row]:
     }
     rows = []
     for context in (8192, 32_768):
-        cases: dict[str, Callable[[], Any]] = {READ: _read_case()}
+        cases: dict[str, Callable[[], Any]] = {READ: read_case()}
         sizes = {}
         for dtype in ("float32", "bfloat16"):
             for name, attention in mechanisms.items():
                 case = f"{name}, {context // 1024}k, {dtype}"
                 cases[case], sizes[case] = _layer_case(attention, context, dtype)
-        times = _interleaved(cases, rounds)
+        times = interleaved(cases, rounds)
         bandwidth = 2**30 / times.pop(READ)
         base = times[f"MHA, {context // 1024}k, float32"]
         for name, seconds in times.items():
@@ -127,7 +127,7 @@ def bench_generate(rounds: int) -> list[Row]:
     """
     from vhajax import experiment
 
-    cases: dict[str, Callable[[], Any]] = {READ: _read_case()}
+    cases: dict[str, Callable[[], Any]] = {READ: read_case()}
     sizes = {}
     for name in ("demo_gqa", "demo_vha"):
         cfg = experiment.load(name).model
@@ -135,7 +135,7 @@ def bench_generate(rounds: int) -> list[Row]:
         sizes[name] = sum(x.nbytes for x in sharding.named_arrays(model).values())
         for batch in (1, 8):
             cases[f"{name} batch {batch}"] = _decode_case(model, batch)
-    times = _interleaved(cases, rounds)
+    times = interleaved(cases, rounds)
     bandwidth = 2**30 / times.pop(READ)
     rows = []
     for name, seconds in times.items():
@@ -153,7 +153,7 @@ def bench_generate(rounds: int) -> list[Row]:
     return rows
 
 
-def _read_case() -> Callable[[], Any]:
+def read_case() -> Callable[[], Any]:
     values = jnp.ones(2**28, jnp.float32)
     total = jax.jit(jnp.sum)
     return lambda: total(values)
@@ -172,7 +172,7 @@ def _decode_case(model: transformer.Transformer, batch: int) -> Callable[[], Any
 def bench_compile(rounds: int) -> list[Row]:
     """Seconds to trace and compile the demo's training step at 4 and 24 layers, scanned."""
     cases = {f"{layers} layers": _compile_case(layers) for layers in (4, 24)}
-    times = _interleaved(cases, rounds, warm=False)
+    times = interleaved(cases, rounds, warm=False)
     return [{"case": name, "seconds": round(seconds, 2)} for name, seconds in times.items()]
 
 
@@ -200,17 +200,21 @@ def _compile_case(layers: int) -> Callable[[], Any]:
     return run
 
 
-def _interleaved(
+def interleaved(
     cases: dict[str, Callable[[], Any]], rounds: int, *, warm: bool = True
 ) -> dict[str, float]:
-    """Median seconds of each case, every case once a round; the best of reading memory."""
+    """Median seconds of each case, every case once a round; the best of reading memory.
+
+    A case that returns a float has timed itself.
+    """
     times: dict[str, list[float]] = {name: [] for name in cases}
     for i in range(rounds + warm):
         for name, run in cases.items():
             start = time.perf_counter()
-            jax.block_until_ready(run())
+            told = jax.block_until_ready(run())
+            seconds = told if isinstance(told, float) else time.perf_counter() - start
             if i or not warm:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(seconds)
     middle = {name: statistics.median(seconds) for name, seconds in times.items()}
     return middle | {READ: min(times[READ])} if READ in times else middle
 

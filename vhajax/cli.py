@@ -31,7 +31,7 @@ vhajax: train, fold and decode language models whose attention keeps the KV cach
   vhajax cost EXPERIMENT       parameters, FLOPs and cache bytes, without running anything
   vhajax plan EXPERIMENT       memory, collectives and time on a TPU or GPU that is not here
   vhajax data prepare PATH …   text, .gz, .jsonl or .parquet → rows for training
-  vhajax bench train|decode    measure this machine
+  vhajax bench train|decode …  measure this machine
 
 Begin with:
   vhajax train demo_vha --run-dir runs/vha
@@ -283,6 +283,9 @@ def _generate(args: list[str]) -> int:
     parser.add_argument("--top-p", type=float, default=0.95, help="1 keeps all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-length", type=int, help="refuse prompt + new tokens past this")
+    parser.add_argument(
+        "--special", action="store_true", help="the prompt spells special tokens, as a chat does"
+    )
     options = parser.parse_args(args)
     if not 0 <= options.seed < 2**32:
         raise UserError(f"--seed is {options.seed}; it must lie between 0 and 2³² − 1.")
@@ -295,7 +298,13 @@ def _generate(args: list[str]) -> int:
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     pieces = generate_text(
-        options.run, prompt, options.max_new_tokens, sampling, options.seed, options.max_length
+        options.run,
+        prompt,
+        options.max_new_tokens,
+        sampling,
+        options.seed,
+        options.max_length,
+        options.special,
     )
     out = [prompt]
     if not options.json:
@@ -568,14 +577,26 @@ def _data(args: list[str]) -> int:
 
 def _bench(args: list[str]) -> int:
     parser = _parser("bench", "Measure this machine; medians, interleaved.")
-    parser.add_argument("what", choices=("train", "decode", "generate", "compile"))
+    kinds = ("train", "decode", "generate", "compile", "transformers")
+    parser.add_argument("what", choices=kinds)
     parser.add_argument("--rounds", type=int, default=5)
+    beside = parser.add_argument_group("transformers", "vhajax and transformers on one checkpoint.")
+    beside.add_argument("--folder", type=Path, metavar="DIR", help="what `vhajax export` wrote")
+    beside.add_argument("--python", metavar="PYTHON", help="with torch and transformers")
     options = parser.parse_args(args)
     if options.rounds < 1:
         raise UserError(f"--rounds is {options.rounds}; it must be at least 1.")
+    given = [name for name in ("folder", "python") if getattr(options, name) is not None]
+    if len(given) != (2 if options.what == "transformers" else 0):
+        raise UserError("--folder DIR and --python PYTHON belong to `bench transformers`.")
     from vhajax import bench
 
-    rows = getattr(bench, f"bench_{options.what}")(options.rounds)
+    if options.what == "transformers":
+        from vhajax.huggingface import bench as beside_transformers
+
+        rows = beside_transformers.bench(options.folder, options.python, options.rounds)
+    else:
+        rows = getattr(bench, f"bench_{options.what}")(options.rounds)
     _emit(options.json, {"bench": options.what, "rows": rows}, bench.table(rows))
     return 0
 

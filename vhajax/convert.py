@@ -123,8 +123,7 @@ class _Text:
 
     def __init__(self, run: Path, experiment: config.Experiment, data: str | None):
         if data is not None:
-            changed = dataclasses.replace(experiment.data, path=data)
-            experiment = dataclasses.replace(experiment, data=changed)
+            experiment = evaluate.elsewhere(experiment, data)
         self.experiment = experiment
         self.folder, manifest = evaluate.open_data(experiment)
         tokenizer = load_tokenizer(self.folder / TOKENIZER, manifest.eos, manifest.bos)

@@ -56,12 +56,18 @@ def open_data(experiment: config.Experiment) -> tuple[Path, Manifest]:
             f"data.seq_len is {data.seq_len}, but the rows of {folder} have {manifest.seq_len} "
             "tokens; change it or prepare the data again."
         )
-    if manifest.vocab_size != experiment.model.vocab_size:
+    if manifest.vocab_size > experiment.model.vocab_size:  # published models may have spare ids
         raise UserError(
             f"model.vocab_size is {experiment.model.vocab_size}, but the tokenizer of {folder} has "
             f"{manifest.vocab_size} tokens; set --model.vocab-size {manifest.vocab_size}."
         )
     return folder, manifest
+
+
+def elsewhere(experiment: config.Experiment, folder: str) -> config.Experiment:
+    """The experiment on another data folder, whose rows may have another length."""
+    seq_len = load_manifest(Path(folder)).seq_len
+    return replace(experiment, data=replace(experiment.data, path=folder, seq_len=seq_len))
 
 
 def make_score(experiment: config.Experiment) -> Callable[[Any, Batch], jax.Array]:
@@ -108,7 +114,7 @@ def evaluate_run(
       UserError: missing or corrupt data or checkpoint, or data with another tokenizer.
     """
     if data is not None:
-        experiment = replace(experiment, data=replace(experiment.data, path=data))
+        experiment = elsewhere(experiment, data)
     folder, manifest = open_data(experiment)
     tokenizer = load_tokenizer(folder / TOKENIZER, manifest.eos, manifest.bos)
     runs.check_tokenizer(run, folder / TOKENIZER)

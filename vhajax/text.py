@@ -16,15 +16,18 @@ def generate_text(
     sampling: Sampling,
     seed: int = 0,
     capacity: int | None = None,
+    special: bool = False,
 ) -> Iterator[str]:
     """Streams the continuation of a prompt, never half a character; refuses before it starts.
 
+    Args:
+      special: whether the prompt may spell special tokens, see `Tokenizer.encode`.
     Raises:
       UserError: see `load` and `decode.generate`; text that is not Unicode.
     """
     model, tokenizer = load(run)
     ids = [] if tokenizer.bos is None else [tokenizer.bos]
-    ids += tokenizer.encode(prompt)
+    ids += tokenizer.encode(prompt, special=special)
     tokens = generate(
         model,
         [ids],

@@ -67,9 +67,18 @@ class Tokenizer:
         self._pieces = _pieces(library, self.vocab_size)
         self._drops_first_space = _drops_first_space(_decoder(library))
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of the text alone, without special tokens."""
-        return self._encode([text])[0]
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids of the text alone.
+
+        Args:
+          special: whether text that spells a special token stands for it, as in a chat's template;
+            from a stranger's text that would let him end the turn.
+        """
+        self._library.encode_special_tokens = not special
+        try:
+            return self._encode([text])[0]
+        finally:
+            self._library.encode_special_tokens = True
 
     def encode_document(self, text: str) -> list[int]:
         """Ids of a whole document: BOS if there is one, the text, EOS."""
