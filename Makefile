@@ -13,13 +13,16 @@ PY := .venv/bin/python
 PYTEST := $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile
 SOURCES := vhajax pallas_kernels experiments launch tests
 
-.PHONY: help env train compare sizes test test-slow format format-check lint types clean
+.PHONY: help env transformers train compare sizes test test-slow format format-check lint types clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 env: ## make .venv, or bring it up to date
 	@bash launch/make_env.sh
+
+transformers: ## make .venv-transformers: torch and transformers, for those slow tests that need them
+	@bash launch/make_transformers_env.sh
 
 train: env ## train, fold and decode a small model on this machine
 	@$(PY) launch/demo.py
@@ -50,5 +53,5 @@ types: env ## check the types with pyright
 	@$(PY) -m pyright --pythonpath $(PY)
 
 clean: ## remove .venv and every cache and build output
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-transformers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
