@@ -60,6 +60,8 @@ def test_help_and_early_refusals_import_no_jax(tmp_path):
         ["train", "nonsense"],
         ["train", "demo_vha", "--model.dim", "wide"],
         ["eval", str(tmp_path)],
+        ["eval", str(tmp_path), "--harness", "arc_easy"],
+        ["eval", str(tmp_path), "--limit", "3"],
         ["generate", str(tmp_path), "--prompt", "x"],
         ["fold", str(tmp_path), "--out", str(tmp_path / "out")],
         ["convert", str(tmp_path), "--to", "mha", "--out", str(tmp_path / "out")],

@@ -22,7 +22,7 @@ vhajax: train, fold and decode language models whose attention keeps the KV cach
 
   vhajax train EXPERIMENT      train, or go on with, a run (an experiment is a file that
                                exports EXPERIMENT, its bare name in experiments/, or a run)
-  vhajax eval RUN              held-out cross-entropy and bits per byte
+  vhajax eval RUN              held-out cross-entropy and bits per byte; --harness TASKS: tasks
   vhajax generate RUN          continue a prompt (--prompt TEXT, or standard input)
   vhajax fold RUN --out RUN2   Virtual Head Attention → the GQA model that it equals
   vhajax convert RUN --to …    as GQA, MHA, LRKV or VHA: equal, or a start for training
@@ -115,14 +115,15 @@ def _parser(command: str, description: str, **kwargs: Any) -> _Parser:
 
 def _emit(as_json: bool, values: dict[str, Any], text: str) -> None:
     """One object or some lines on stdout; a number that is not finite is null in JSON."""
-    if as_json:
-        clean = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in values.items()
-        }
-        print(json.dumps(clean))
-    else:
-        print(text)
+    print(json.dumps(_finite(values)) if as_json else text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [_finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _train(args: list[str]) -> int:
@@ -244,19 +245,16 @@ def _split_overrides(args: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _eval(args: list[str]) -> int:
-    parser = _parser("eval", "Held-out cross-entropy (nats per token) and bits per byte of a run.")
-    parser.add_argument("run", type=Path, metavar="RUN")
-    parser.add_argument("--data", help="another prepared folder with the same tokenizer")
-    parser.add_argument("--rows", type=int, default=0, help="how many held-out rows (0: all)")
-    options = parser.parse_args(args)
-    if options.rows < 0:
-        raise UserError(f"--rows is {options.rows}; it must be 0 (all) or more.")
+    options = _eval_parser().parse_args(args)
+    _check_eval(options)
     from vhajax import runs
 
     experiment = runs.read_config(options.run)
+    if options.harness is not None:
+        return _eval_harness(options, experiment.data.seq_len)
     from vhajax import evaluate
 
-    result = evaluate.evaluate_run(options.run, experiment, options.data, options.rows)
+    result = evaluate.evaluate_run(options.run, experiment, options.data, options.rows or 0)
     values = {
         "run": str(options.run),
         "loss": result.loss,
@@ -271,6 +269,81 @@ def _eval(args: list[str]) -> int:
         f"byte ({result.tokens:,} tokens, {result.bytes:,} bytes)",
     )
     return 0
+
+
+def _eval_parser() -> _Parser:
+    parser = _parser(
+        "eval",
+        "Held-out cross-entropy (nats per token) and bits per byte of a run, or its results on "
+        "tasks of EleutherAI's lm-evaluation-harness.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--data", help="another prepared folder with the same tokenizer")
+    parser.add_argument("--rows", type=int, help="how many held-out rows (default, or 0: all)")
+    harness = parser.add_argument_group(
+        "the harness", "Needs the extra `harness`. A task's file can name Python code, which runs."
+    )
+    harness.add_argument("--harness", metavar="TASKS", help="names or patterns: task1,task2")
+    harness.add_argument("--harness-path", type=Path, metavar="DIR", help="with more task files")
+    harness.add_argument("--num-fewshot", type=int, metavar="N", help="default: as a task says")
+    harness.add_argument(
+        "--limit", type=int, metavar="N", help="documents of a task (default: all)"
+    )
+    harness.add_argument(
+        "--batch-size", type=int, metavar="B", help="requests at once (default: 8)"
+    )
+    harness.add_argument("--max-length", type=int, metavar="L", help="default: the run's seq_len")
+    return parser
+
+
+def _check_eval(options: argparse.Namespace) -> None:
+    if (options.rows or 0) < 0:
+        raise UserError(f"--rows is {options.rows}; it must be 0 (all) or more.")
+    harness = {"harness-path": None, "num-fewshot": 0, "limit": 1, "batch-size": 1, "max-length": 1}
+    for name, least in harness.items():
+        value = getattr(options, name.replace("-", "_"))
+        if value is not None and options.harness is None:
+            raise UserError(f"--{name} is {value}, but there is no --harness; name its tasks.")
+        if value is not None and least is not None and value < least:
+            raise UserError(f"--{name} is {value}; it must be {least} or more.")
+    for name in ("data", "rows"):
+        value = getattr(options, name)
+        if value is not None and options.harness is not None:
+            raise UserError(f"--{name} is {value}, but tasks have their own data; leave it out.")
+
+
+def _eval_harness(options: argparse.Namespace, seq_len: int) -> int:
+    names = [name for name in options.harness.split(",") if name]
+    if not names:
+        raise UserError("--harness names no task; give some, as in --harness arc_easy,piqa.")
+    max_length = options.max_length or seq_len
+    with contextlib.redirect_stdout(sys.stderr):  # the harness and its tasks print
+        harness_tasks = _import_harness()
+        tasks = harness_tasks.load_tasks(names, options.harness_path, options.num_fewshot)
+        results = harness_tasks.evaluate_run(
+            options.run,
+            tasks,
+            max_length=max_length,
+            batch_size=options.batch_size or 8,
+            limit=options.limit,
+        )
+    values = {"run": str(options.run), "max_length": max_length, **results}
+    _emit(options.json, values, harness_tasks.table(results))
+    return 0
+
+
+def _import_harness() -> Any:
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # read when its bars are imported
+    try:
+        from vhajax import harness_tasks
+    except ImportError as error:
+        raise UserError(
+            f"--harness needs the package lm-eval, which cannot be imported ({error}); install "
+            "vhajax with its extra, as in pip install 'vhajax[harness]'."
+        ) from error
+    return harness_tasks
 
 
 def _generate(args: list[str]) -> int:

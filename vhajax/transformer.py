@@ -125,14 +125,21 @@ def _unroll(cfg: config.Model) -> int:
     return cfg.num_layers if shallow else 1
 
 
+def residual(
+    model: Transformer, tokens: jax.Array, positions: jax.Array, segments: jax.Array
+) -> jax.Array:
+    """The training form block by block, up to the last norm: [B, T] int32 each → [B, T, D]."""
+    x = reshard(model.embed(tokens), ACTIVATIONS)
+    for block, window in zip(unstacked(model), windows(model.cfg), strict=True):
+        x, _ = block(x, lambda layer, h, w=window: (layer(h, positions, segments, w), None))
+    return x
+
+
 def forward(
     model: Transformer, tokens: jax.Array, positions: jax.Array, segments: jax.Array
 ) -> jax.Array:
     """All logits at once, for short texts and tests: [B, T] int32 each → [B, T, V] float32."""
-    x = reshard(model.embed(tokens), ACTIVATIONS)
-    for block, window in zip(unstacked(model), windows(model.cfg), strict=True):
-        x, _ = block(x, lambda layer, h, w=window: (layer(h, positions, segments, w), None))
-    return model.logits(x)
+    return model.logits(residual(model, tokens, positions, segments))
 
 
 def windows(cfg: config.Model) -> tuple[int | None, ...]:
