@@ -263,6 +263,35 @@ def test_postmix_starts_as_the_identity():
         assert_same_model((model, params), (vha, made))
 
 
+@pytest.mark.parametrize("more", [{}, ODD], ids=["plain", "odd"])
+def test_premix_is_found_again(more):
+    """GQA that Premix made becomes that again; a bias goes with its heads."""
+    vha = VHA(num_physical_heads=2, num_kv_heads=2, head_dim=H, postmix_rank=0, **more)
+    folded = fold.to_gqa(model_of(vha), oracle.random_params(model_of(vha)))
+    mixed, made, errors = low_rank.to_premix(*merge.add_postmix(*folded, 0))
+    assert mixed.attention == vha
+    assert errors["query"].shape == (L, 4)
+    assert errors["query"].max() < 1e-6
+    assert_same_model(folded, (mixed, made))
+    sizes = (np.float64(made[f"{PART}premix"]) ** 2).sum(axis=(1, 2, 3))
+    np.testing.assert_allclose(sizes, 2 * H, rtol=1e-5)  # two matrices as large as the identity
+
+
+def test_premix_is_the_closest():
+    """The squared error is that of the singular values that rank H leaves out (Eckart–Young)."""
+    query = np.random.default_rng(0).standard_normal((D, 6, H))
+    physical, premix = low_rank.share_queries(query, 3)
+    assert (physical.shape, premix.shape) == ((D, 2, H), (3, H, H))
+    wide = np.block([[query[:, k * 2 + p] for k in range(3)] for p in range(2)])  # [P·D, K·H]
+    left = (np.linalg.svd(wide, compute_uv=False)[H:] ** 2).sum()
+    found = sum(
+        ((query[:, k * 2 + p] - physical[:, p] @ premix[k]) ** 2).sum()
+        for k in range(3)
+        for p in range(2)
+    )
+    np.testing.assert_allclose(found, left, rtol=1e-9)
+
+
 def planted(qk_norm: str, **more) -> tuple[config.Model, dict]:
     """GQA-4 that equals a GQA-2 whose heads were split in two, each in a basis of its own."""
     windows = (5, 0) if qk_norm == "none" else ()
@@ -395,6 +424,12 @@ GOOD = {
         False,
         "VHA P 4, K 2 (N 4), H 8",
     ),
+    "premix": (
+        "gqa",
+        "--to vha --kv-heads 4 --premix --eval-rows 0",
+        False,
+        "VHA P 1, K 4 (N 4), H 8",
+    ),
     "low": ("gqa", "--to lrkv --rank 2 --eval-rows 0", False, "LRKV N 4, H 8, R 2, full"),
     "full": ("gqa", "--to lrkv --rank 9", True, "LRKV N 4, H 8, R 9, full"),
 }
@@ -495,6 +530,7 @@ BAD = {
     "useless heads": ("gqa", "--to lrkv --rank 5 --kv-heads 2", "--kv-heads is 2, which --to lrkv"),
     "useless text": ("lrkv", "--to mha --calibrate", "--calibrate fits merged KV heads, and 4 → 4"),
     "biases": ("biased", "--to lrkv --rank 2", "heads' key biases differ"),
+    "useless premix": ("gqa", "--to mha --premix", "--premix is a part of VHA, which --to mha"),
     "no rows": ("gqa", "--to gqa --kv-heads 2 --rows 0", "--rows is 0"),
     "no data": ("gqa", "--to gqa --kv-heads 2 --data no", "no is not a folder"),
     "no target": ("gqa", "", "required: --to"),

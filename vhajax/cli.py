@@ -503,6 +503,9 @@ def _convert(args: list[str]) -> int:
         "--rank", type=int, metavar="R", help="of lrkv; of vha's Postmix (default: N/4)"
     )
     parser.add_argument(
+        "--premix", action="store_true", help="vha with N/K physical heads (default: all N)"
+    )
+    parser.add_argument(
         "--calibrate", action="store_true", help="fit merged KV heads on training rows"
     )
     parser.add_argument("--rows", type=int, default=64, help="how many (default: 64)")
@@ -525,6 +528,7 @@ def _convert(args: list[str]) -> int:
         options.rows if options.calibrate else 0,
         options.eval_rows,
         options.data,
+        options.premix,
     )
     targets.check(runs.read_config(options.run).model.attention, request)
     from vhajax import convert

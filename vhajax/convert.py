@@ -21,7 +21,8 @@ class Report:
     """What came of it.
 
     exact: the map keeps the function up to rounding. before, after: held-out cross-entropy of an
-    inexact one. errors: of LRKV, relative error of `key` and `value`, [L, N] each.
+    inexact one. errors: relative error of heads made of factors, `key` and `value` of LRKV or
+    `query` of VHA, [L, N] each.
     """
 
     model: config.Model
@@ -59,7 +60,7 @@ def convert_run(run: Path, out: Path, request: Request) -> Report:
 def convert(
     model: config.Model, params: weights.Params, request: Request, batches: Iterator[Batch] | None
 ) -> tuple[config.Model, weights.Params, dict[str, np.ndarray]]:
-    """The source as GQA (exactly), then GQA as the target; LRKV's relative errors beside it."""
+    """The source as GQA (exactly), then GQA as the target; errors of heads made of factors."""
     if isinstance(model.attention, VHA):
         model, params = fold.to_gqa(model, params)
     elif isinstance(model.attention, LRKV):
@@ -77,6 +78,8 @@ def convert(
         model, params = merge.add_postmix(
             model, params, -1 if request.rank is None else request.rank
         )
+        if request.premix:
+            return low_rank.to_premix(model, params)
     return model, params, {}
 
 

@@ -1,4 +1,4 @@
-"""MHA → LRKV: one shared matrix and a rank-R residual a head that come closest to all heads."""
+"""Heads by factors: MHA → LRKV, and the query heads of GQA as those that VHA's Premix makes."""
 
 import dataclasses
 from typing import NamedTuple
@@ -103,3 +103,54 @@ def _shared_bias(name: str, bias: np.ndarray) -> np.ndarray:
             "LRKV has one bias for all heads; convert a model with qkv_bias false."
         )
     return bias[:, 0]
+
+
+def share_queries(query: np.ndarray, num_kv_heads: int) -> tuple[np.ndarray, np.ndarray]:
+    """The P = N/K physical heads and K Premix matrices that come closest to N query heads.
+
+    W_Q[k·P + p] ≈ W_Q[p] W[k] for all k and p is one matrix of P·D × K·H as a product of rank H,
+    so truncated SVD is the best there is (Eckart–Young). W has the size of the identity.
+
+    Args:
+      query: [D, N, H] float64; a bias is one more row.
+    Returns:
+      [D, P, H] and [K, H, H].
+    """
+    D, N, H = query.shape
+    K, P = num_kv_heads, N // num_kv_heads
+    whole = query.reshape(D, K, P, H).transpose(2, 0, 1, 3).reshape(1, P * D, K * H)
+    down, up = (x[0] for x in truncated(whole, H))
+    size = np.linalg.norm(up, axis=1)  # √S: all of the scale goes to the physical heads
+    scale = np.sqrt(K) / np.maximum(size, np.finfo(np.float64).tiny)
+    physical = (down / scale).reshape(P, D, H).transpose(1, 0, 2)
+    return physical, (up * scale[:, None]).reshape(H, K, H).transpose(1, 0, 2)
+
+
+def to_premix(
+    model: config.Model, params: Params
+) -> tuple[config.Model, Params, dict[str, np.ndarray]]:
+    """VHA without Premix → VHA with it, whose N/K physical heads come closest to its query heads.
+
+    Returns:
+      The configuration, its parameters, and the relative error of `query`, [L, N].
+    """
+    vha = model.attention
+    assert isinstance(vha, config.VHA)
+    K, N = vha.num_kv_heads, vha.num_heads
+    bias, made = f"{HEADS}query_bias", dict(params)
+    queries = np.asarray(params[f"{HEADS}query"], np.float64)  # [L, D, N, H]
+    if bias in params:
+        row = np.asarray(params[bias], np.float64)[:, None]
+        queries = np.concatenate([queries, row], axis=1)
+    shared = [share_queries(layer, K) for layer in queries]
+    physical, premix = (np.stack(parts) for parts in zip(*shared, strict=True))
+    virtual = np.einsum("LDPQ,LKQH->LDKPH", physical, premix).reshape(queries.shape)
+    size = np.sqrt((queries**2).sum(axis=(1, 3)))
+    error = np.sqrt(((queries - virtual) ** 2).sum(axis=(1, 3))) / size
+    D = model.dim
+    made[f"{HEADS}query"] = physical[:, :D].astype(np.float32)
+    made[f"{HEADS}premix"] = premix.astype(np.float32)
+    if bias in params:
+        made[bias] = physical[:, D].astype(np.float32)
+    mixed = dataclasses.replace(vha, num_physical_heads=N // K, premix=True)
+    return dataclasses.replace(model, attention=mixed), made, {"query": error}

@@ -15,9 +15,10 @@ Target = Literal["gqa", "mha", "lrkv", "vha"]
 class Request:
     """What to make of a run.
 
-    kv_heads: of GQA or VHA. rank: R of LRKV, or of VHA's Postmix (None: N/4). rows: rows of
-    training text to fit merged heads on (0: from weights alone). eval_rows: held-out rows that an
-    inexact map is measured on (0: none). data: a prepared folder instead of the run's own.
+    kv_heads: of GQA or VHA. rank: R of LRKV, or of VHA's Postmix (None: N/4). premix: VHA with N/K
+    physical heads. rows: rows of training text to fit merged heads on (0: from weights alone).
+    eval_rows: held-out rows that an inexact map is measured on (0: none). data: a prepared folder
+    instead of the run's own.
     """
 
     to: Target
@@ -26,6 +27,7 @@ class Request:
     rows: int = 0
     eval_rows: int = 32
     data: str | None = None
+    premix: bool = False
 
 
 def check(source: config.Attention, request: Request) -> bool:
@@ -48,6 +50,10 @@ def check(source: config.Attention, request: Request) -> bool:
             value is None or to in meant,
             f"{name} is {value}, which --to {to} has no use for; leave it out.",
         )
+    require(
+        not request.premix or to == "vha",
+        f"--premix is a part of VHA, which --to {to} has no use for; leave it out.",
+    )
     require(to != "lrkv" or request.rank is not None, "--to lrkv needs a --rank R.")
     require((request.rank or 0) >= 0, f"--rank is {request.rank}; it must not be negative.")
     require(
@@ -84,7 +90,7 @@ def _check_heads(source: config.Attention, request: Request) -> bool:
     )
     if request.to == "lrkv":
         return (request.rank or 0) >= full_rank(source)
-    return have <= K
+    return have <= K and (K == 1 or not request.premix)
 
 
 def kv_heads(source: config.Attention, request: Request) -> int:
