@@ -273,7 +273,7 @@ REFUSALS: dict[str, tuple[list[str] | Callable[[Place], list[str]], str]] = {
         "data.seq_len is 32, but the rows of",
     ),
     "another vocabulary": (
-        lambda p: p.train("--model.vocab-size", "301"),
+        lambda p: p.train("--model.vocab-size", "299"),
         "set --model.vocab-size 300",
     ),
     "shard cut short": (lambda p: with_data(p, cut_shard(p)), "as its manifest says; copy it"),
@@ -414,7 +414,10 @@ REFUSALS: dict[str, tuple[list[str] | Callable[[Place], list[str]], str]] = {
         lambda p: [*p.prepare(), "--out", str(p.write("other/x", "").parent)],
         "exists and is not an empty folder",
     ),
-    "prepare where nobody can": (lambda p: [*p.prepare(), "--out", p.under_a_file()], "Cannot"),
+    "prepare where nobody can": (
+        lambda p: [*p.prepare(), "--out", p.under_a_file()],
+        "cannot be written",
+    ),
     "prepare too few tokens": (
         lambda p: p.prepare("--vocab-size", "257"),
         "vocabulary size is 257; byte-level BPE needs 258",

@@ -144,11 +144,11 @@ class Checkpointer:
         self.wait()
         self._started = step
         items: dict[str, Any] = {
-            "params": ocp.args.StandardSave(state.params),
+            "params": _arrays(state.params),
             "meta": ocp.args.JsonSave(self._meta(step, weights_only)),
         }
         if not weights_only:
-            items["opt_state"] = ocp.args.StandardSave(named_leaves(state.opt_state))
+            items["opt_state"] = _arrays(named_leaves(state.opt_state))
         args = ocp.args.Composite(**items)
         self._do(lambda: self._writer.save(self.folder / str(step), args=args))
 
@@ -220,6 +220,13 @@ class Checkpointer:
             "tokenizer_sha256": hashlib.sha256(tokenizer).hexdigest(),
             "vhajax_version": importlib.metadata.version("vhajax"),
         }
+
+
+def _arrays(tree: dict[str, Any]) -> ocp.args.PyTreeSave:
+    """As StandardSave, in smaller files: Orbax keeps what it has compressed in memory until a file
+    is full, at 2 GB by default."""
+    size = sum(x.nbytes for x in tree.values())
+    return ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=max(2**23, size // 256))
 
 
 def read_meta(run: Path, step: int) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Model:
     """A decoder-only transformer."""
 
     vocab_size: int = 4096
-    """V, tokens of the tokenizer; the embedding is padded to a multiple of vocab_multiple."""
+    """V, at least the tokenizer's; the embedding is padded to a multiple of vocab_multiple."""
     dim: int = 256
     """D."""
     num_layers: int = 4

@@ -129,7 +129,7 @@ class _Text:
             experiment = evaluate.elsewhere(experiment, data)
         self.experiment = experiment
         self.folder, manifest = evaluate.open_data(experiment)
-        tokenizer = load_tokenizer(self.folder / TOKENIZER, manifest.eos, manifest.bos)
+        tokenizer = load_tokenizer(self.folder / TOKENIZER, manifest.eos, manifest.bos or "")
         runs.check_tokenizer(run, self.folder / TOKENIZER)
         self.token_bytes = tokenizer.token_bytes
 

@@ -116,7 +116,7 @@ def evaluate_run(
     if data is not None:
         experiment = elsewhere(experiment, data)
     folder, manifest = open_data(experiment)
-    tokenizer = load_tokenizer(folder / TOKENIZER, manifest.eos, manifest.bos)
+    tokenizer = load_tokenizer(folder / TOKENIZER, manifest.eos, manifest.bos or "")
     runs.check_tokenizer(run, folder / TOKENIZER)
     batches = heldout_batches(folder, experiment.data.batch_size, rows)
     _, params = weights.read(run)

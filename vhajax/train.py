@@ -50,7 +50,8 @@ def _train(
     profile: tuple[int, int] | None,
 ) -> Result:
     folder, manifest = open_data(experiment)
-    tokenizer = load_tokenizer(folder / TOKENIZER, manifest.eos, manifest.bos)
+    bos = manifest.bos or ""  # none, even if the tokenizer has one
+    tokenizer = load_tokenizer(folder / TOKENIZER, manifest.eos, bos)
     mesh = sharding.make_mesh(experiment.mesh)
     if init_from is not None:
         check_init(experiment, init_from, folder / TOKENIZER)
@@ -62,7 +63,7 @@ def _train(
             newest = checkpoint.latest(init_from) if init_from else 0
             runs.create(run, experiment, folder / TOKENIZER)
             held.enter_context(runs.locked(run))
-            runs.write_special_tokens(run, manifest.eos, manifest.bos)
+            runs.write_special_tokens(run, manifest.eos, bos)
             for name, text in runs.read_companions(init_from).items() if init_from else ():
                 runs.write_whole(run / name, text)
             for sentence in checkpoint.set_torn_aside(run):

@@ -254,12 +254,11 @@ def from_config(tree: dict[str, Any], source: str) -> tuple[config.Model, int]:
 
 def _name(tree: dict[str, Any], source: str) -> str:
     names = tree.get("architectures")
-    name = names[0] if isinstance(names, list) and len(names) == 1 else names
     require(
-        name in MODEL_TYPES,
-        f"{source} describes the architecture {name}; vhajax imports {', '.join(MODEL_TYPES)}.",
+        isinstance(names, list) and len(names) == 1 and names[0] in [*MODEL_TYPES],
+        f"architectures is {names!r} in {source}; vhajax imports one of {', '.join(MODEL_TYPES)}.",
     )
-    return str(name)
+    return tree["architectures"][0]
 
 
 def _refuse_foreign(tree: dict[str, Any], source: str) -> None:
@@ -291,8 +290,10 @@ class _Reader:
         require(type(value) in kinds, f"{name} is {value!r} in {self.source}; it must be {wanted}.")
         return value
 
-    def whole(self, name: str, default: int | None = None) -> int:
-        return self._get(name, (int,), default)
+    def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
+        value = self._get(name, (int,), default)
+        require(value >= least, f"{name} is {value} in {self.source}; it must be {least} or more.")
+        return value
 
     def number(self, name: str, default: float | None = None) -> float:
         return float(self._get(name, (float, int), default))
@@ -313,7 +314,7 @@ def _read_rope(get: _Reader, context: int) -> tuple[float, RopeScaling]:
         return theta, RopeScaling()
     names = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow")}
     require(
-        kind in names,
+        kind in [*names],
         f"The rope type is {kind!r} in {get.source}; vhajax knows default, llama3 and yarn.",
     )
     for name in ("mscale", "mscale_all_dim", "truncate", "partial_rotary_factor"):
@@ -333,12 +334,12 @@ def _read_windows(get: _Reader, layers: int) -> tuple[int, ...]:
     if not get.flag("use_sliding_window", False):
         return ()
     size = get.whole("sliding_window")
-    first = get.whole("max_window_layers", 28)
+    first = get.whole("max_window_layers", 28, least=0)
     by_number = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     kinds = get.tree.get("layer_types") or by_number
     known = {"full_attention": 0, "sliding_attention": size}
     require(
-        isinstance(kinds, list) and len(kinds) == layers and set(kinds) <= known.keys(),
+        isinstance(kinds, list) and len(kinds) == layers and all(k in [*known] for k in kinds),
         f"layer_types is {kinds!r} in {get.source}; it must name full_attention or "
         f"sliding_attention for each of {layers} layers.",
     )

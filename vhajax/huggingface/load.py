@@ -97,7 +97,8 @@ def read_params(store: Store, model: config.Model, architecture: str) -> dict[st
         tensor = wanted[name]
         assert tensor.path is not None
         layer = None if tensor.layer is None else np.int32(tensor.layer)
-        params[tensor.path] = _put(params[tensor.path], array, layer, kind=tensor.kind)
+        whole = _put(params[tensor.path], array, layer, kind=tensor.kind)
+        params[tensor.path] = jax.block_until_ready(whole)  # or many tensors wait in memory
     return params
 
 

@@ -44,11 +44,18 @@ def write(
     left = iter(arrays)
     for file, wanted in zip(names, shards, strict=True):
         part = {name: np.ascontiguousarray(next(left)[1]) for name in wanted}
-        save_file(part, folder / file, metadata={"format": "pt"})
+        _save(part, folder / file)
     if len(shards) > 1:
         where = {name: file for file, part in zip(names, shards, strict=True) for name in part}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _save(part: dict[str, np.ndarray], path: Path) -> None:
+    path.touch()
+    mode = path.stat().st_mode  # as of other files; that of save_file shuts all but the owner out
+    save_file(part, path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def _split(sizes: dict[str, int], limit: int) -> list[list[str]]:

@@ -22,12 +22,13 @@ def to_texts(run: Path, tokenizer: Tokenizer, context: int) -> dict[str, str]:
     kept = runs.read_companions(run)
     if CONFIG in kept:
         return {runs.TOKENIZER: tokenizer.to_json(), GENERATION: _generation(tokenizer)} | kept
-    return {
+    made = {
         runs.TOKENIZER: _starting_with_bos(tokenizer),
         CONFIG: _pretty(_config(tokenizer, context)),
         "special_tokens_map.json": _pretty(_names(tokenizer)),
         GENERATION: _generation(tokenizer),
     }
+    return made | kept
 
 
 def _starting_with_bos(tokenizer: Tokenizer) -> str:
@@ -113,9 +114,11 @@ def _eos(
     named = settings.get("eos_token")
     if isinstance(named, dict):
         named = named.get("content")
+    if named and isinstance(named, str):
+        return named
     ids = tree.get("eos_token_id")
     first = ids[0] if isinstance(ids, list) and ids else ids
-    return named or (library.id_to_token(first) if isinstance(first, int) else None)
+    return library.id_to_token(first) if type(first) is int and 0 <= first < 2**32 else None
 
 
 def _bos(library: tokenizers.Tokenizer) -> str:
