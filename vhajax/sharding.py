@@ -149,7 +149,15 @@ def _einsum(
     stored, place: what w was gathered from, if anything, and its layout and dtype.
     """
     del stored, place
-    return jnp.einsum(equation, x, w, out_sharding=sharding, precision=precision)
+    with jax.named_scope(equation):
+        return jnp.einsum(_in_order(equation), x, w, out_sharding=sharding, precision=precision)
+
+
+def _in_order(equation: str) -> str:
+    """The equation in letters that rise: JAX contracts them alphabetically, and XLA:CPU copies an
+    operand that lies in another order (W_O, at every step)."""
+    letters = dict.fromkeys(filter(str.isalpha, equation))
+    return equation.translate({ord(letter): ord("a") + i for i, letter in enumerate(letters)})
 
 
 def _einsum_forward(equation: str, x: Any, w: Any, stored: Any, sharding: Any, precision: Any, _):
