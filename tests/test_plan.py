@@ -254,10 +254,8 @@ def test_a_large_array_on_every_device_is_told():
 
 # ------------------------------------------------------------------ the plans of PLANS.md
 
-SHOWN = {
+SHOWN = {  # one of each model and each slice: a compilation takes minutes
     ("vha_1b7_vha", "v5e:4x4"): [],
-    ("vha_1b7_vha", "v6e:8x8"): ["--train.grad-accum", "4"],
-    ("lrkv_2b5_lrkv", "v5e:4x4"): ["--data.batch-size", "64"],
     ("lrkv_2b5_lrkv", "v6e:8x8"): ["--data.batch-size", "256", "--train.grad-accum", "1"],
 }
 
