@@ -1139,10 +1139,6 @@ def cut(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
 
-def two_files(folder: Path) -> None:
-    shutil.copy(folder / "model.safetensors", folder / "again.safetensors")
-
-
 def two_halves(folder: Path, index: dict[str, str] | None = None) -> None:
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -1255,20 +1251,30 @@ BAD: dict[str, tuple[Change, str]] = {
     # files
     "cut": (cut, "model.safetensors cannot be read .*; copy it again"),
     "no tensors": (text("model.safetensors", ""), "model.safetensors cannot be read"),
-    "twice": (two_files, "folder has the tensor .* twice; remove one file"),
-    "no index": (two_halves, f"folder has several .safetensors files and no {INDEX}"),
+    "no index": (two_halves, f"folder has neither model.safetensors nor {INDEX}; copy the one"),
     "index lies": (
         lambda folder: two_halves(folder, {EMBEDDING: "b.safetensors"}),
         rf"{INDEX} (lacks|lists) {EMBEDDING} of [ab].safetensors, and",
     ),
     "index lacks": (lambda folder: two_halves(folder, {Q: ""}), f"{INDEX} lacks {Q} of b.safet"),
     "index of more": (
-        lambda folder: two_halves(folder, {"x": "c.safetensors"}),
-        f"{INDEX} lists x of c.safetensors, and .* lacks it; copy the files again",
+        lambda folder: two_halves(folder, {"x": "a.safetensors"}),
+        f"{INDEX} lists x of a.safetensors, and a.safetensors lacks it; copy the files again",
     ),
-    "odd index": (text(INDEX, '{"weight_map": 3}'), f"{INDEX} is not an index of tensors"),
+    "odd index": (
+        together(two_halves, text(INDEX, '{"weight_map": 3}')),
+        f"{INDEX} is not an index of tensors",
+    ),
+    "index of another file": (
+        lambda folder: two_halves(folder, {"x": "c.safetensors"}),
+        "c.safetensors cannot be read .*; copy it again",
+    ),
+    "index of nowhere": (
+        lambda folder: two_halves(folder, {Q: "../c.safetensors"}),
+        "c.safetensors cannot be read",
+    ),
     "pickle": (only_a_pickle, "pytorch_model.bin is a pickle file, which can execute code"),
-    "nothing": (text("model.safetensors", None), "folder has no .safetensors file; name a folder"),
+    "nothing": (text("model.safetensors", None), "folder has no model.safetensors; name a folder"),
     # tokenizer
     "no tokenizer": (text("tokenizer.json", None), "folder has no tokenizer.json; load its token"),
     "odd tokenizer": (text("tokenizer.json", "{}"), "tokenizer.json is not a tokenizer.json"),
@@ -1317,6 +1323,16 @@ def test_refused_windows(name):
     fields, words = WINDOWS[name]
     with pytest.raises(UserError, match=words):
         layout.from_config(published("qwen3", **(WINDOWED | fields)), "config.json")
+
+
+def test_other_files_are_left_alone(good, tmp_path):
+    """What transformers does not read, as adapters or another layout of the same weights."""
+    folder = shutil.copytree(good, tmp_path / "folder")
+    save_file({"adapter": np.zeros(3, np.float32)}, folder / "adapter_model.safetensors")
+    only_a_pickle(shutil.copytree(good, tmp_path / "pickle"))
+    shutil.copy(tmp_path / "pickle" / "pytorch_model.bin", folder)
+    assert cli.main(["import", str(folder), "--out", str(tmp_path / "run")]) == 0
+    assert "marker" not in [*names_in(folder), *names_in(tmp_path / "pickle")]
 
 
 def test_refused_places(good, tmp_path):

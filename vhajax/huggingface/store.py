@@ -79,23 +79,23 @@ class Store:
     tensors: dtype (as safetensors names it) and shape of each by name.
 
     Raises:
-      UserError: no safetensors files, pickle files instead, a file that is missing, broken or not
-        in the index, or a tensor that is in two.
+      UserError: no safetensors files, pickle files instead, or a file that is missing, broken or
+        not what the index says.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.files: dict[Path, list[str]] = {}
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for path in _files(folder):
+        index = _index(folder)
+        for path in sorted({folder / file for file in index.values()}) or [folder / WHOLE]:
             with _reading(path) as opened:
                 self.files[path] = list(opened.keys())
                 for name in self.files[path]:
                     part = opened.get_slice(name)
-                    if name in self.tensors:
-                        raise UserError(f"{folder} has the tensor {name} twice; remove one file.")
                     self.tensors[name] = (part.get_dtype(), tuple(part.get_shape()))
-        _check_index(folder, self.files)
+        if index:
+            _check_index(folder, index, self.files)
 
     def read(self, wanted: set[str]) -> Iterator[tuple[str, np.ndarray]]:
         """The tensors that are wanted, file by file; no more than one file is open."""
@@ -106,37 +106,40 @@ class Store:
                         yield name, opened.get_tensor(name)
 
 
-def _files(folder: Path) -> list[Path]:
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
-        pickles = sorted(path for kind in PICKLES for path in folder.glob(kind))
-        if pickles:
-            raise UserError(
-                f"{pickles[0]} is a pickle file, which can execute code when it is loaded; save "
-                "the model as safetensors and import that."
-            )
-        raise UserError(f"{folder} has no .safetensors file; name a folder that holds a model.")
-    return found
-
-
-def _check_index(folder: Path, files: dict[Path, list[str]]) -> None:
+def _index(folder: Path) -> dict[str, str]:
+    """The file of each tensor, empty where there is one file; as transformers chooses them, so
+    that what else lies there (adapters, another layout of the same weights) is left alone."""
     path = folder / INDEX
-    if not path.exists():
-        if len(files) > 1:
-            raise UserError(f"{folder} has several .safetensors files and no {INDEX}; copy it.")
-        return
-    try:
-        where = json.loads(path.read_text(encoding="utf-8"))["weight_map"].items()
-        listed = {(str(file), str(name)) for name, file in where}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not an index of tensors ({error}); copy it again.") from error
+    if (folder / WHOLE).exists():
+        return {}
+    if path.exists():
+        try:
+            where = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            return {str(name): str(file) for name, file in where.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{path} is not an index of tensors ({error}); copy it again."
+            ) from error
+    pickles = sorted(path for kind in PICKLES for path in folder.glob(kind))
+    if any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} has neither {WHOLE} nor {INDEX}; copy the one that it had.")
+    if pickles:
+        raise UserError(
+            f"{pickles[0]} is a pickle file, which can execute code when it is loaded; save "
+            "the model as safetensors and import that."
+        )
+    raise UserError(f"{folder} has no {WHOLE}; name a folder that holds a model.")
+
+
+def _check_index(folder: Path, index: dict[str, str], files: dict[Path, list[str]]) -> None:
+    listed = {(file, name) for name, file in index.items()}
     there = {(file.name, name) for file, names in files.items() for name in names}
     if listed != there:
         file, name = min(listed ^ there)
         what = "lacks" if (file, name) in there else "lists"
         raise UserError(
-            f"{path} {what} {name} of {file}, and {folder} {'has' if what == 'lacks' else 'lacks'} "
-            "it; copy the files again."
+            f"{folder / INDEX} {what} {name} of {file}, and {file} "
+            f"{'has' if what == 'lacks' else 'lacks'} it; copy the files again."
         )
 
 
