@@ -299,6 +299,21 @@ COMMON = {
     "eos_token_id": 1,
     "pad_token_id": 1,
 }
+WRITTEN_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 8.0,
+}
+WRITTEN_YARN = {
+    "rope_type": "yarn",
+    "factor": 3.0,
+    "original_max_position_embeddings": 12,
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
+    "attention_factor": 1.3,
+}
 EXPECTED = {
     "mqa llama3": {
         "architectures": ["LlamaForCausalLM"],
@@ -310,21 +325,8 @@ EXPECTED = {
         "attention_bias": False,
         "mlp_bias": False,
         "rope_theta": 300.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 8.0,
-        },
-        "rope_parameters": {
-            "rope_theta": 300.0,
-            "rope_type": "llama3",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 8.0,
-        },
+        "rope_scaling": WRITTEN_LLAMA3,
+        "rope_parameters": {"rope_theta": 300.0, **WRITTEN_LLAMA3},
     },
     "windows": {
         "architectures": ["Qwen2ForCausalLM"],
@@ -353,23 +355,8 @@ EXPECTED = {
         "max_window_layers": 2,
         "layer_types": ["full_attention", "full_attention"],
         "rope_theta": 300.0,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 3.0,
-            "original_max_position_embeddings": 12,
-            "beta_fast": 2.0,
-            "beta_slow": 0.5,
-            "attention_factor": 1.3,
-        },
-        "rope_parameters": {
-            "rope_theta": 300.0,
-            "rope_type": "yarn",
-            "factor": 3.0,
-            "original_max_position_embeddings": 12,
-            "beta_fast": 2.0,
-            "beta_slow": 0.5,
-            "attention_factor": 1.3,
-        },
+        "rope_scaling": WRITTEN_YARN,
+        "rope_parameters": {"rope_theta": 300.0, **WRITTEN_YARN},
     },
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vhajax import calibrate, config, evaluate, fold, low_rank, merge, runs, targets, weights
-from vhajax.config import GQA, LRKV, VHA
+from vhajax.config import GQA
 from vhajax.data import Batch, Rows, batch_of, heldout_batches
 from vhajax.manifest import TOKENIZER
 from vhajax.targets import Request
@@ -61,10 +61,7 @@ def convert(
     model: config.Model, params: weights.Params, request: Request, batches: Iterator[Batch] | None
 ) -> tuple[config.Model, weights.Params, dict[str, np.ndarray]]:
     """The source as GQA (exactly), then GQA as the target; errors of heads made of factors."""
-    if isinstance(model.attention, VHA):
-        model, params = fold.to_gqa(model, params)
-    elif isinstance(model.attention, LRKV):
-        model, params = fold.lrkv_to_mha(model, params)
+    model, params = fold.as_gqa(model, params)
     gqa = model.attention
     assert isinstance(gqa, GQA)
     K = targets.kv_heads(gqa, request)

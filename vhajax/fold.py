@@ -57,7 +57,6 @@ def lrkv_to_mha(model: config.Model, params: Params) -> tuple[config.Model, Para
     assert isinstance(lrkv, config.LRKV)
     targets.check_expands(lrkv)
     N = lrkv.num_heads
-    mha = config.GQA(num_heads=N, num_kv_heads=N, **lrkv.common())
     expanded = dict(params)
     for name in ("key", "value"):
         shared = np.asarray(params[f"{HEADS}{name}"], np.float64)
@@ -72,7 +71,16 @@ def lrkv_to_mha(model: config.Model, params: Params) -> tuple[config.Model, Para
         bias = f"{HEADS}{name}_bias"
         if bias in expanded:
             expanded[bias] = np.repeat(np.asarray(expanded[bias])[:, None], N, axis=1)
-    return dataclasses.replace(model, attention=mha), expanded
+    return dataclasses.replace(model, attention=lrkv.expanded()), expanded
+
+
+def as_gqa(model: config.Model, params: Params) -> tuple[config.Model, Params]:
+    """GQA, VHA folded or LRKV expanded: what has its own keys and values, as GQA."""
+    if isinstance(model.attention, config.VHA):
+        return to_gqa(model, params)
+    if isinstance(model.attention, config.LRKV):
+        return lrkv_to_mha(model, params)
+    return model, params
 
 
 def repeat_heads(

@@ -412,6 +412,11 @@ class LRKV(Common):
         else:
             self.check_rope("head_dim", self.head_dim)
 
+    def expanded(self) -> GQA:
+        """The MHA that it equals with position `full`."""
+        N = self.num_heads
+        return GQA(num_heads=N, num_kv_heads=N, **self.common())
+
     def summary(self) -> str:
         return f"LRKV N {self.num_heads}, H {self.head_dim}, R {self.rank}, {self.position}"
 

@@ -125,8 +125,13 @@ def read_config(folder: Path) -> config.Experiment:
     return config.from_json(_read(path), str(path))
 
 
+def special_tokens(eos: str, bos: str | None) -> str:
+    """The text of special_tokens.json."""
+    return json.dumps({"eos": eos, "bos": bos}) + "\n"
+
+
 def write_special_tokens(folder: Path, eos: str, bos: str | None) -> None:
-    write_whole(folder / SPECIAL_TOKENS, json.dumps({"eos": eos, "bos": bos}) + "\n")
+    write_whole(folder / SPECIAL_TOKENS, special_tokens(eos, bos))
 
 
 def read_texts(folder: Path) -> dict[str, str]:

@@ -26,8 +26,7 @@ def generate_text(
       UserError: see `load` and `decode.generate`; text that is not Unicode.
     """
     model, tokenizer = load(run)
-    ids = [] if tokenizer.bos is None else [tokenizer.bos]
-    ids += tokenizer.encode(prompt, special=special)
+    ids = tokenizer.encode_prompt(prompt, special=special)
     tokens = generate(
         model,
         [ids],

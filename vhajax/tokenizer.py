@@ -80,6 +80,11 @@ class Tokenizer:
         finally:
             self._library.encode_special_tokens = True
 
+    def encode_prompt(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids of a text that is to go on: BOS if there is one, and the text; see `encode`."""
+        start = [] if self.bos is None else [self.bos]
+        return [*start, *self.encode(text, special=special)]
+
     def encode_document(self, text: str) -> list[int]:
         """Ids of a whole document: BOS if there is one, the text, EOS."""
         return self.encode_documents([text])[0]

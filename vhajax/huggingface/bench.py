@@ -12,7 +12,7 @@ import numpy as np
 from vhajax import decode, inference, layers, sharding
 from vhajax.bench import READ, Row, interleaved, read_case
 from vhajax.errors import UserError
-from vhajax.huggingface import layout, load, store
+from vhajax.huggingface import load
 from vhajax.sampling import GREEDY
 from vhajax.transformer import Transformer
 
@@ -64,9 +64,7 @@ def bench(folder: Path, python: str, rounds: int) -> list[Row]:
     Raises:
       UserError: a folder or an interpreter that cannot be used.
     """
-    tree = load.read_tree(folder)
-    cfg, _ = layout.from_config(tree, str(folder / "config.json"))
-    params = load.read_params(store.Store(folder), cfg, tree["architectures"][0])
+    cfg, params = load.read_model(folder)
     model = inference.decoder(cfg, params)
     size = sum(x.nbytes for x in sharding.named_arrays(model).values())
     assert layers.compute_dtype(cfg) == np.float32

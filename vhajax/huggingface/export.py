@@ -7,8 +7,6 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 from safetensors import SafetensorError
 
 from vhajax import checkpoint, config, files, fold, runs, weights
@@ -16,7 +14,6 @@ from vhajax.config import LRKV, VHA
 from vhajax.huggingface import card, layout, load, store, tokens
 from vhajax.huggingface.layout import Tensor
 from vhajax.inference import load_run_tokenizer
-from vhajax.tokenizer import Tokenizer
 from vhajax.weights import Params
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -65,7 +62,7 @@ def export_run(run: Path, out: Path, dtype: str, limit: int) -> Report:
     model = layout.plain(experiment.model)
     architecture, tokenizer = layout.architecture(model), load_run_tokenizer(run)
     source = weights.read(run)
-    made = to_plain(*source)
+    made = fold.as_gqa(*source)
     wanted = layout.tensors(model, architecture)
     sizes = {t.name: DTYPES[dtype].itemsize * int(np.prod(t.shape)) for t in wanted}
     context = experiment.data.seq_len
@@ -75,12 +72,12 @@ def export_run(run: Path, out: Path, dtype: str, limit: int) -> Report:
         for name, text in tokens.to_texts(run, tokenizer, context).items():
             _write(folder / name, text)
         store.write(folder, sizes, _cast(made[1], wanted, dtype), limit)
-        sample = _sample(tokenizer, context)
+        sample = np.array([tokenizer.encode_prompt(SAMPLE)[:context]], np.int32)
         report = Report(
             architecture,
             model,
             fold.logit_difference(source, made, sample),
-            fold.logit_difference(source, _read_back(folder), sample),
+            fold.logit_difference(source, load.read_model(folder), sample),
             dtype,
             len(sizes),
             sum(sizes.values()),
@@ -88,15 +85,6 @@ def export_run(run: Path, out: Path, dtype: str, limit: int) -> Report:
         )
         _write(folder / "README.md", card.text(run, experiment, report, checkpoint.latest(run)))
     return report
-
-
-def to_plain(model: config.Model, params: Params) -> tuple[config.Model, Params]:
-    """The parameters of `layout.plain(model)`."""
-    if isinstance(model.attention, VHA):
-        return fold.to_gqa(model, params)
-    if isinstance(model.attention, LRKV):
-        return fold.lrkv_to_mha(model, params)
-    return model, params
 
 
 def note(model: config.Model) -> str:
@@ -114,11 +102,7 @@ def note(model: config.Model) -> str:
 
 
 def _cast(params: Params, wanted: list[Tensor], dtype: str) -> Iterator[tuple[str, np.ndarray]]:
-    console = Console(stderr=True)
-    progress = track(
-        wanted, "Writing tensors", console=console, transient=True, disable=not console.is_terminal
-    )
-    for tensor in progress:
+    for tensor in store.tracked(wanted, "Writing tensors", len(wanted)):
         if tensor.path is None:
             yield tensor.name, np.zeros(tensor.shape, DTYPES[dtype])
             continue
@@ -129,17 +113,6 @@ def _cast(params: Params, wanted: list[Tensor], dtype: str) -> Iterator[tuple[st
         elif tensor.kind == "matrix":
             array = array.reshape(tensor.shape[::-1]).T
         yield tensor.name, array.reshape(tensor.shape).astype(DTYPES[dtype])
-
-
-def _read_back(folder: Path) -> tuple[config.Model, Params]:
-    tree = load.read_tree(folder)
-    model, _ = layout.from_config(tree, str(folder / "config.json"))
-    return model, load.read_params(store.Store(folder), model, tree["architectures"][0])
-
-
-def _sample(tokenizer: Tokenizer, context: int) -> np.ndarray:
-    start = [] if tokenizer.bos is None else [tokenizer.bos]
-    return np.array([[*start, *tokenizer.encode(SAMPLE)][:context]], np.int32)
 
 
 def _write(path: Path, text: str) -> None:

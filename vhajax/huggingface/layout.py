@@ -36,8 +36,7 @@ def plain(model: config.Model) -> config.Model:
         attention = attention.folded()
     elif isinstance(attention, LRKV):
         targets.check_expands(attention)
-        N = attention.num_heads
-        attention = GQA(num_heads=N, num_kv_heads=N, **attention.common())
+        attention = attention.expanded()
     made = dataclasses.replace(model, attention=attention)
     for present, field, value, thing in _foreign(made):
         require(

@@ -9,14 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
 from vhajax import config, transformer, weights
 from vhajax.errors import UserError
 from vhajax.huggingface import layout, tokens
 from vhajax.huggingface.layout import Tensor
-from vhajax.huggingface.store import DTYPES, Store
+from vhajax.huggingface.store import DTYPES, Store, tracked
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -74,6 +72,13 @@ def read_tree(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not a JSON object ({error}); copy it again.") from error
 
 
+def read_model(folder: Path) -> tuple[config.Model, dict[str, jax.Array]]:
+    """The model of a folder, and its parameters: see `layout.from_config` and `read_params`."""
+    tree = read_tree(folder)
+    model, _ = layout.from_config(tree, str(folder / "config.json"))
+    return model, read_params(Store(folder), model, tree["architectures"][0])
+
+
 def read_params(store: Store, model: config.Model, architecture: str) -> dict[str, jax.Array]:
     """The parameters of a plain model, float32 by path, read tensor by tensor.
 
@@ -84,16 +89,8 @@ def read_params(store: Store, model: config.Model, architecture: str) -> dict[st
     check(store, model, wanted)
     shapes = transformer.init_shapes(model, None)
     params = {path: jnp.zeros(x.shape, x.dtype) for path, x in shapes.items()}
-    console = Console(stderr=True)
-    found = track(
-        store.read(set(wanted)),
-        "Reading tensors",
-        len(wanted),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    for name, array in found:
+    found = store.read(set(wanted))
+    for name, array in tracked(found, "Reading tensors", len(wanted)):
         tensor = wanted[name]
         assert tensor.path is not None
         layer = None if tensor.layer is None else np.int32(tensor.layer)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -16,6 +18,14 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 UNITS = {"": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def tracked[T](items: Iterable[T], label: str, total: int) -> Iterable[T]:
+    """The items, with a progress bar on stderr if that is a terminal."""
+    console = Console(stderr=True)
+    return track(
+        items, label, total, console=console, transient=True, disable=not console.is_terminal
+    )
 
 
 def parse_size(text: str) -> int:

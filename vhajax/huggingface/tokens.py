@@ -97,7 +97,7 @@ def from_folder(folder: Path, tree: dict[str, Any]) -> tuple[Tokenizer, dict[str
     eos = _eos(library, _parse(folder / CONFIG, kept.get(CONFIG, "{}")), tree)
     bos = _bos(library)
     tokenizer = load_tokenizer(path, eos, bos)
-    names = json.dumps({"eos": tokenizer.eos_name, "bos": bos}) + "\n"
+    names = runs.special_tokens(tokenizer.eos_name, bos)
     return tokenizer, {runs.TOKENIZER: tokenizer.to_json(), runs.SPECIAL_TOKENS: names} | kept
 
 
